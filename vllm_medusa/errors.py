@@ -1,0 +1,21 @@
+"""The one error a user of vllm-medusa can cause."""
+
+
+class MedusaError(ValueError):
+    """Bad input: settings, trees, heads or a host that cannot serve them.
+
+    The message is one or two sentences that name the key, the value and the fix.
+
+    >>> raise MedusaError.of("tree", [], "give at least one path, for example [[0]]")
+    Traceback (most recent call last):
+        ...
+    vllm_medusa.errors.MedusaError: medusa: tree=[]: give at least one path, for example [[0]]
+    """
+
+    @classmethod
+    def of(cls, key: str, value: object, fix: str) -> "MedusaError":
+        """Build the message from the user's key, its value (shortened to 80 characters) and the fix."""
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return cls(f"medusa: {key}={shown}: {fix}")
