@@ -1,0 +1,170 @@
+"""What a step costs by the tokens in it, learnt while serving, and how many nodes that makes worth drafting."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+# Step sizes, in tokens, at which times are kept; times between them are interpolated.
+GRID = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+GRID += (160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+
+
+@dataclass
+class _Cell:
+    """Times seen at one step size: a running estimate that one slow step cannot move far."""
+
+    seconds: float
+    count: int = 1
+
+    def update(self, seconds: float) -> None:
+        rate = max(0.05, 1.0 / (self.count + 1))
+        # A stall (another process, a page fault) says nothing about the work: it counts as a quarter more at most.
+        self.seconds += rate * (min(seconds, 1.25 * self.seconds) - self.seconds)
+        self.count += 1
+
+
+@dataclass
+class StepCost:
+    """Seconds of a step against its tokens: never falling, interpolated between the sizes seen.
+
+    >>> cost = StepCost.from_points([(1, 0.024), (9, 0.032)])
+    >>> round(cost.seconds(5), 3)
+    0.028
+    """
+
+    cells: dict[int, _Cell] = field(default_factory=dict)
+    _curve: tuple[list[int], list[float]] | None = None
+
+    @classmethod
+    def from_points(cls, points: Sequence[tuple[int, float]]) -> StepCost:
+        """A model that starts from measured (tokens, seconds)."""
+        cost = cls()
+        for tokens, seconds in points:
+            cost.observe(tokens, seconds)
+        return cost
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one decode step of `tokens` tokens (prefill steps are not for this)."""
+        size = _grid_size(tokens)
+        cell = self.cells.get(size)
+        if cell is None:
+            self.cells[size] = _Cell(seconds)
+        else:
+            cell.update(seconds)
+        self._curve = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to tell more tokens from fewer."""
+        return len(self.cells) >= 2
+
+    def seconds(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the last slope goes on."""
+        sizes, times = self._smooth()
+        found = np.interp(tokens, sizes, times)
+        if len(sizes) >= 2:
+            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
+            found = found + np.maximum(np.asarray(tokens) - sizes[-1], 0) * slope
+        return np.asarray(found)
+
+    def table(self) -> list[dict[str, float]]:
+        """One row per step size seen: tokens, milliseconds, steps."""
+        return [
+            {"tokens": size, "milliseconds": round(cell.seconds * 1e3, 3), "steps": cell.count}
+            for size, cell in sorted(self.cells.items())
+        ]
+
+    def _smooth(self) -> tuple[list[int], list[float]]:
+        """Sizes and times that never fall: neighbours that contradict each other share their weighted mean."""
+        if self._curve is None:
+            blocks: list[tuple[float, float, list[int]]] = []  # (seconds, weight, sizes)
+            for size, cell in sorted(self.cells.items()):
+                block = (cell.seconds, float(min(cell.count, 20)), [size])
+                while blocks and blocks[-1][0] > block[0]:
+                    seconds, weight, members = blocks.pop()
+                    total = weight + block[1]
+                    block = ((seconds * weight + block[0] * block[1]) / total, total, members + block[2])
+                blocks.append(block)
+            sizes = [size for _, _, members in blocks for size in members]
+            times = [seconds for seconds, _, members in blocks for _ in members]
+            self._curve = (sizes, times)
+        return self._curve
+
+
+class NodeBudget:
+    """Shares the nodes of one step among the requests of a batch so that tokens per second are most.
+
+    A node is worth its marginal time if that time costs fewer tokens, at the rate reached, than the node brings
+    (its probability of being accepted). Taking nodes in order of probability, the rate R(n) = expected tokens(n) /
+    seconds(n) rises while that holds, so the best n is where R peaks.
+    """
+
+    def __init__(self, cost: StepCost, *, hysteresis: float = 0.01, explore_every: int = 64) -> None:
+        """Keep the last number of nodes unless another is better by `hysteresis`; try a neighbour now and then."""
+        self.cost = cost
+        self.hysteresis = hysteresis
+        self.explore_every = explore_every
+        self._last: dict[int, int] = {}  # batch size -> nodes
+        self._steps = 0
+
+    def share(
+        self, reach: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], other_tokens: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """How many of its nodes each request drafts.
+
+        Args:
+            reach: float32 [B, N], probability of acceptance of each node.
+            sizes: int64 [B], nodes each request has to offer.
+            other_tokens: tokens in the step besides these requests' (rows of requests that draft nothing).
+
+        Returns:
+            int64 [B], at most `sizes`; all of `sizes` while the cost of a step is not known.
+
+        Two requests, one sure of itself; a ninth token would cost more than it brings:
+
+        >>> cost = StepCost.from_points([(1, 1.0), (4, 1.1), (8, 4.0)])
+        >>> NodeBudget(cost).share(np.array([[.9, .8], [.3, .1]], dtype=np.float32), np.array([2, 2])).tolist()
+        [2, 0]
+        """
+        batch, width = reach.shape
+        if width == 0 or not self.cost.known:
+            return sizes.copy()
+        offered = np.arange(width) < sizes[:, None]
+        # A node counts no more than those before it, so that what is taken of a request is a prefix.
+        worth = np.where(offered, np.minimum.accumulate(reach, axis=1), -1.0)
+        ordered = np.sort(worth[offered])[::-1]
+        gained = batch + np.concatenate(([0.0], np.cumsum(ordered)))
+        rate = gained / self.cost.seconds(batch + other_tokens + np.arange(len(gained)))
+        nodes = self._settle(batch + other_tokens, rate)
+        if nodes == 0:
+            return np.zeros_like(sizes)
+        cutoff = ordered[nodes - 1]
+        taken = (worth > cutoff).sum(axis=1)
+        for request in np.flatnonzero((worth == cutoff).any(axis=1)):  # ties at the edge, first come first served
+            spare = nodes - int(taken.sum())
+            taken[request] += min(spare, int((worth[request] == cutoff).sum()))
+        return np.asarray(taken, dtype=np.int64)
+
+    def _settle(self, batch: int, rate: npt.NDArray[np.float64]) -> int:
+        best = int(rate.argmax())
+        last = min(self._last.get(batch, best), len(rate) - 1)
+        if rate[best] <= rate[last] * (1.0 + self.hysteresis):
+            best = last
+        self._last[batch] = best
+        self._steps += 1
+        if self._steps % self.explore_every == 0:
+            # The next grid size up or down: times that are never looked at again go stale.
+            step = 1 if (self._steps // self.explore_every) % 2 else -1
+            position = GRID.index(_grid_size(batch + best)) + step
+            best = min(max(GRID[min(max(position, 0), len(GRID) - 1)] - batch, 0), len(rate) - 1)
+        return best
+
+
+def _grid_size(tokens: int) -> int:
+    """The largest kept size that is not above `tokens`, so that no size is thought cheaper than it is."""
+    return GRID[max(bisect.bisect_right(GRID, tokens) - 1, 0)]

@@ -1,0 +1,125 @@
+"""The host we were built against: versions, and every symbol and signature that host/ relies on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import cache
+
+from packaging.version import InvalidVersion, Version
+
+OLDEST, NEWEST = "0.32", "0.34"  # from OLDEST on, before NEWEST
+TESTED = ("0.32.0",)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name in the host, with the parameters we pass or override (the host may have more, with defaults)."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    def problem(self) -> str | None:
+        """What is wrong with it in the installed host, or None."""
+        where = f"{self.module}.{self.name}"
+        try:
+            found = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return f"{where} is gone"
+        if self.parameters:
+            missing = [p for p in self.parameters if p not in inspect.signature(found).parameters]  # type: ignore[arg-type]
+            if missing:
+                return f"{where} no longer takes {', '.join(missing)}"
+        return None
+
+
+# Light ones: looked at in every process when the plugin loads.
+CONFIG_CONTRACT = (
+    Symbol("vllm.engine.arg_utils", "EngineArgs.create_speculative_config", ("target_model_config", "target_parallel_config")),
+    Symbol("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",)),
+)
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+# Looked at in the worker before it builds its runner: these modules are heavy.
+RUNNER_CONTRACT = (
+    Symbol(_RUNNER, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
+    Symbol(_RUNNER, "GPUModelRunner._build_attention_metadata", ("num_tokens", "num_reqs", "max_query_len", "slot_mappings")),
+    Symbol(_RUNNER, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
+    Symbol(_RUNNER, "GPUModelRunner._bookkeeping_sync", ("scheduler_output", "sampler_output")),
+    Symbol(_RUNNER, "GPUModelRunner.propose_draft_token_ids", ("sampled_token_ids", "sample_hidden_states")),
+    Symbol(_RUNNER, "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
+    Symbol(_RUNNER, "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Symbol(_RUNNER, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),
+    Symbol("vllm.v1.sample.sampler", "Sampler.forward", ("logits", "sampling_metadata")),
+    Symbol("vllm.v1.sample.sampler", "Sampler.greedy_sample", ("logits",)),
+    Symbol("vllm.v1.sample.rejection_sampler", "RejectionSampler.parse_output", ("output_token_ids", "vocab_size")),
+    Symbol("vllm.v1.sample.metadata", "SamplingMetadata", ("generators", "output_token_ids", "spec_token_ids", "logitsprocs")),
+    Symbol("vllm.v1.outputs", "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")),
+    Symbol("vllm.v1.sample.logits_processor", "LogitsProcessors"),
+    Symbol("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
+)
+CPU_CONTRACT = (
+    Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.init_device"),
+    Symbol("vllm.v1.worker.cpu_worker", "CPUModelRunner"),
+    Symbol(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl.forward",
+        ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
+    Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata")),
+    Symbol("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "key_cache", "value_cache", "slot_mapping", "isa")),
+)
+
+
+def host_version() -> str | None:
+    """The installed vLLM's version, or None where there is none."""
+    try:
+        import vllm
+
+        return str(vllm.__version__)
+    except ImportError:
+        return None
+
+
+def version_problem(version: str | None) -> str | None:
+    """Why this host version is not served, or None.
+
+    >>> version_problem("0.32.1+cpu") is None, version_problem("0.31.0")
+    (True, 'vLLM 0.31.0 is not supported; install vllm>=0.32,<0.34')
+    """
+    wanted = f"install vllm>={OLDEST},<{NEWEST}"
+    if version is None:
+        return f"vLLM is not installed; {wanted}"
+    try:
+        release = Version(version)
+    except InvalidVersion:
+        return f"vLLM's version {version!r} is not readable; {wanted}"
+    # A development build of the next release counts as that release.
+    if Version(OLDEST) <= Version(release.base_version) < Version(NEWEST):
+        return None
+    return f"vLLM {version} is not supported; {wanted}"
+
+
+def find_problems(contract: tuple[Symbol, ...] = CONFIG_CONTRACT) -> list[str]:
+    """What keeps us from serving on the installed host: its version, or missing symbols. Empty if nothing does."""
+    wrong_version = version_problem(host_version())
+    if wrong_version:
+        return [wrong_version]
+    tested = f" (tested with vLLM {', '.join(TESTED)})"
+    return [problem + tested for symbol in contract if (problem := symbol.problem())]
+
+
+@cache
+def full_contract() -> tuple[Symbol, ...]:
+    """Every symbol that serving on a CPU touches."""
+    return CONFIG_CONTRACT + RUNNER_CONTRACT + CPU_CONTRACT

@@ -1,0 +1,124 @@
+"""`method: "medusa"` as the host understands it: checked at start-up, before any weights load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_medusa.config import SETTINGS_KEY, MedusaConfig, as_json, resolve
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.checkpoint import check_heads, read_config
+from vllm_medusa.heads.source import locate_heads
+
+PROPOSER = "vllm_medusa.proposer.MedusaProposer"
+CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
+DEFAULT_NODES = {"cpu": 16, "cuda": 63}  # where the heads' calibration names no number
+_FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+
+
+def asks_for_medusa(args: EngineArgs) -> bool:
+    """Whether these engine arguments say `method: "medusa"`, as a dict, as JSON or by flag."""
+    return "medusa" in (args.spec_method, (args.speculative_config or {}).get("method"))
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a SpeculativeConfig of the host is one that we made."""
+    return getattr(speculative_config, "method", None) == "custom_class" and speculative_config.model == PROPOSER
+
+
+def create_speculative_config(
+    original: Callable[..., Any], args: EngineArgs, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    """Check everything the user asked for, choose worker and proposer, and let the host build its config from that.
+
+    Our own settings travel to every worker in `additional_config["medusa"]`. `args` keeps what the user wrote.
+
+    Raises:
+        MedusaError: settings, heads or a combination that cannot be served.
+    """
+    given = _merge_flags(args)
+    _refuse_unsupported(args, target_model_config, target_parallel_config)
+    config, host_settings = MedusaConfig.parse(given, _host_keys())
+    folder = locate_heads(config.model)
+    heads = read_config(folder)
+    check_heads(heads, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
+    calibration = heads.calibration
+    platform = "cuda" if current_platform.is_cuda() else "cpu"
+    sizes = calibration.num_speculative_tokens if calibration is not None else {}
+    settings = resolve(
+        config,
+        str(folder),
+        num_heads=heads.num_heads,
+        top_k=heads.top_k,
+        rank_accuracy=calibration.rank_accuracy if calibration is not None else None,
+        default_nodes=sizes.get(platform, DEFAULT_NODES[platform]),
+    )
+    args.additional_config = {**args.additional_config, SETTINGS_KEY: as_json(settings)}
+    target_parallel_config.worker_cls = CPU_WORKER
+    written = {name: getattr(args, name) for name in ("speculative_config", *_FLAGS.values())}
+    try:
+        for flag in _FLAGS.values():
+            setattr(args, flag, None)
+        args.speculative_config = {
+            **host_settings,
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+        }
+        return original(args, target_model_config, target_parallel_config)
+    finally:
+        for name, value in written.items():
+            setattr(args, name, value)
+
+
+def _merge_flags(args: EngineArgs) -> dict[str, Any]:
+    given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    for key, flag in _FLAGS.items():
+        value = getattr(args, flag)
+        if value is None:
+            continue
+        if key in given:
+            option = "--" + flag.replace("_", "-")
+            raise MedusaError.of(key, given[key], f"also given by {option}; keep one of the two")
+        given[key] = value
+    return given
+
+
+def _host_keys() -> frozenset[str]:
+    made_by_host = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
+    return frozenset(field.name for field in fields(SpeculativeConfig)) - made_by_host
+
+
+def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
+    """One error, by the name of the flag, for each combination that would give wrong tokens or none."""
+    if not current_platform.is_cpu():
+        raise MedusaError(
+            f"medusa: platform {current_platform.device_name!r}: this version serves on CPUs; "
+            "install the CPU build of vLLM (pip install 'vllm-medusa[cpu]')"
+        )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        raise MedusaError.of("VLLM_USE_V2_MODEL_RUNNER", "1", "this version works on Model Runner V1; unset it or set 0")
+    for key, value, usual in (
+        ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, (1,)),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
+        ("kv_cache_dtype", args.kv_cache_dtype, ("auto",)),
+        ("kv_transfer_config", args.kv_transfer_config, (None,)),
+    ):
+        if value not in usual:
+            raise MedusaError.of(key, value, f"not served with Medusa trees; leave it at {usual[0]!r}")
+    for what, present in (
+        ("multi-dimensional rotary positions (M-RoPE)", model.uses_mrope),
+        ("an encoder and a decoder", model.is_encoder_decoder),
+        ("multi-head latent attention (MLA)", model.use_mla),
+        ("recurrent layers", model.is_hybrid or model.is_attention_free),
+    ):
+        if present:
+            raise MedusaError.of("model", model.model, f"a model with {what} cannot check trees; serve it without Medusa")
