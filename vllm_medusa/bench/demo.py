@@ -1,0 +1,93 @@
+"""The demo: the same prompts through plain vLLM and through Medusa trees, a table, one tree drawn, one line."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from vllm_medusa.bench.engine import Engine
+from vllm_medusa.bench.peers import BASELINE, choose_peers
+from vllm_medusa.bench.progress import BenchProgress
+from vllm_medusa.bench.prompts import Dataset
+from vllm_medusa.bench.report import table
+from vllm_medusa.bench.results import Results, mean
+from vllm_medusa.bench.run import Settings, run_bench
+
+SHARE_WORTH_A_WORD = 1.0 - 1e-9  # below it the outputs differ somewhere, and the demo says why
+
+
+def demo_datasets() -> list[Dataset]:
+    """The chat, code and math prompts that ship with the package, one data set a kind."""
+    lines = (resources.files("vllm_medusa.bench") / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    return [Dataset(kind, tuple(row["prompt"] for row in rows if row["kind"] == kind)) for kind in kinds]
+
+
+def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> Results:
+    """Measure, print the table, one step's tree and the summary; returns the results for the JSON."""
+    drawings: list[Any] = []
+
+    def draw(engines: dict[str, Engine], results: Results) -> None:
+        example = best_example(results.examples)
+        if example is not None:
+            drawings.append(draw_step(example, engines["medusa"]))
+
+    with BenchProgress(console) as progress:
+        results = run_bench(choose_peers(["medusa"]), demo_datasets(), settings, progress, verbose=verbose, then=draw)
+    console.print(table(results))
+    for drawing in drawings:
+        console.print()
+        console.print("One step of the last answer: every branch was checked in the same forward pass.")
+        console.print(drawing)
+    console.print()
+    console.print(summary(results))
+    return results
+
+
+def best_example(examples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The step worth showing: the one that accepted most, the latest of equals; None when no tree was drafted."""
+    drafted = [example for example in examples if example["tokens"]]
+    return max(reversed(drafted), key=lambda example: len(example["accepted_rows"]), default=None)
+
+
+def draw_step(example: dict[str, Any], engine: Engine) -> Any:
+    """One recorded step as a rich tree with the accepted path marked."""
+    from vllm_medusa.tree.drawing import draw
+    from vllm_medusa.tree.topology import Tree
+
+    tree = Tree(tuple(example["parents"]), tuple(example["ranks"]))
+    labels = engine.decode([example["root"], *example["tokens"]])
+    accepted = [row for row in example["accepted_rows"] if row > 0]
+    return draw(tree, labels, accepted=accepted, reach=example["reach"])
+
+
+def summary(results: Results) -> Text:
+    """One line with the median ratio, and one more when some tokens differ from plain vLLM's."""
+    ratio = statistics.median(ratio.median for ratio in results.ratios())
+    runs = results.select("medusa")
+    accepted = sum(run.output_tokens for run in runs) / sum(
+        run.output_tokens / run.mean_accepted_length for run in runs
+    )
+    text = Text.assemble(
+        ("Medusa trees: ", "bold"),
+        (f"{ratio:.2f}× plain vLLM's tokens per second", "bold green" if ratio >= 1.0 else "bold red"),
+        f", {accepted:.2f} tokens a step, {mean(run.identical_tokens for run in runs):.1%} identical tokens.",
+    )
+    if any(run.identical_tokens < SHARE_WORTH_A_WORD for run in runs):
+        text.append(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
+    return text
+
+
+def difference_note(dtype: str) -> str:
+    """Why tokens may differ, in one line."""
+    if dtype == "float32":
+        return "\nThe outputs differ although float32 should be token-identical: please report this."
+    return (
+        f"\nIn {dtype} two tokens can score almost the same, and checking several rows at once rounds differently from "
+        "one row: from such a tie on, the texts differ. With --dtype float32 they are identical."
+    )

@@ -1,0 +1,175 @@
+"""The child process that owns one vLLM engine: `python -m vllm_medusa.bench.driver FD`.
+
+It reads one JSON command a line from its standard input and answers with JSON lines on file descriptor FD; what vLLM
+prints goes to its standard output, which the parent sends to a log file. When the input ends, so does the process: an
+engine never outlives the bench that started it.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+PROGRESS_SECONDS = 0.2
+
+
+@dataclass
+class Measurement:
+    """What one run over a list of prompts gave. `outputs[i]` are the tokens that answer prompt i."""
+
+    seconds: float
+    steps: int
+    request_steps: int
+    outputs: list[list[int]] = field(default_factory=list)
+    drafted_nodes: int | None = None
+    report: dict[str, Any] | None = None  # Medusa's own report, where the method has one
+
+
+class Driver:
+    """One engine and the commands it understands: `run`, `decode`."""
+
+    def __init__(self, engine: Mapping[str, Any], say: Callable[..., None]) -> None:
+        """`engine`: keyword arguments of `vllm.LLM`; `say(event, **data)` writes a line to the parent."""
+        self._say = say
+        from vllm import LLM
+
+        say("stage", text="starting the engine")
+        self._llm = LLM(**engine)
+        self._tokenizer: Any = self._llm.get_tokenizer()
+        speculative = engine.get("speculative_config") or {}
+        self._reports = speculative.get("method") == "medusa" and "tree" in speculative
+
+    def facts(self) -> dict[str, Any]:
+        """What the parent wants to know about the engine for the provenance."""
+        config = self._llm.llm_engine.vllm_config
+        return {"dtype": str(config.model_config.dtype).removeprefix("torch."), "compiled": not _is_eager(config)}
+
+    def run(self, prompts: Sequence[str], batch_size: int, sampling: Mapping[str, Any]) -> Measurement:
+        """Answer the prompts with `batch_size` of them in flight: a new one starts as soon as one ends.
+
+        A request step is one step in which one request got tokens, so tokens / request steps is the mean accepted
+        length of any method, the bonus token counted.
+        """
+        rows = [self._encode(prompt) for prompt in prompts]
+        self._medusa_report()
+        drafted_before = self._drafted_tokens()
+        measurement = self._closed_loop(rows, batch_size, sampling)
+        measurement.report = self._medusa_report()
+        if measurement.report is not None:
+            measurement.drafted_nodes = measurement.report["drafted_nodes"]
+        else:
+            measurement.drafted_nodes = self._drafted_tokens() - drafted_before
+        return measurement
+
+    def decode(self, tokens: Sequence[int]) -> list[str]:
+        """Each token's text, for drawing trees."""
+        return [self._tokenizer.decode([token]) for token in tokens]
+
+    def _closed_loop(self, rows: Sequence[list[int]], batch_size: int, sampling: Mapping[str, Any]) -> Measurement:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        outputs: list[list[int]] = [[] for _ in rows]
+        waiting = deque(range(len(rows)))
+        running = steps = request_steps = finished = 0
+        said = started = time.perf_counter()
+        while waiting or running:
+            while waiting and running < batch_size:
+                index = waiting.popleft()
+                params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+                if params.temperature > 0:
+                    params.seed = index  # the same noise for every method, so that outputs can be compared
+                engine.add_request(str(index), {"prompt_token_ids": rows[index]}, params)
+                running += 1
+            progressed = False
+            for output in engine.step():
+                new = output.outputs[0].token_ids
+                if new:
+                    outputs[int(output.request_id)].extend(new)
+                    request_steps += 1
+                    progressed = True
+                if output.finished:
+                    running -= 1
+                    finished += 1
+            steps += progressed
+            now = time.perf_counter()
+            if now - said > PROGRESS_SECONDS:
+                said = now
+                self._say("progress", finished=finished, tokens=sum(map(len, outputs)))
+        return Measurement(time.perf_counter() - started, steps, request_steps, outputs)
+
+    def _encode(self, prompt: str) -> list[int]:
+        if getattr(self._tokenizer, "chat_template", None):
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(prompt))
+
+    def _medusa_report(self) -> dict[str, Any] | None:
+        if not self._reports:
+            return None
+        return self._llm.collective_rpc("medusa_report", kwargs={"reset": True})[0]
+
+    def _drafted_tokens(self) -> int:
+        for metric in self._llm.get_metrics():
+            if metric.name == "vllm:spec_decode_num_draft_tokens":
+                return int(metric.value)
+        return 0
+
+
+def export_heads(folder: str) -> tuple[str, int]:
+    """Write our heads in vLLM's own Medusa format into a temporary folder; returns it and the number of heads."""
+    from vllm_medusa.heads.checkpoint import load_heads, read_config, save_vllm
+
+    target = Path(tempfile.mkdtemp(prefix="vllm-medusa-native-"))
+    save_vllm(load_heads(folder), target)
+    return str(target), read_config(folder).num_heads
+
+
+def _is_eager(config: Any) -> bool:
+    return bool(config.model_config.enforce_eager)
+
+
+def _commands(lines: TextIO) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Start the engine that the first command describes, then obey until the input ends."""
+    answers = open(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (lives as long as we do)
+
+    def say(event: str, **data: Any) -> None:
+        print(json.dumps({"event": event, **data}), file=answers)
+
+    try:
+        commands = _commands(sys.stdin)
+        start = next(commands)
+        began = time.perf_counter()
+        say("stage", text="importing vLLM")
+        engine = start["engine"]
+        if start["export_heads"]:
+            speculative = engine["speculative_config"]
+            speculative["model"], speculative["num_speculative_tokens"] = export_heads(speculative["model"])
+        driver = Driver(engine, say)
+        say("result", value={"start_seconds": time.perf_counter() - began, **driver.facts()})
+        for command in commands:
+            match command.pop("do"):
+                case "run":
+                    say("result", value=asdict(driver.run(**command)))
+                case "decode":
+                    say("result", value=driver.decode(**command))
+    except Exception as error:
+        say("error", kind=type(error).__name__, message=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main()

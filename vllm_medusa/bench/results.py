@@ -1,0 +1,151 @@
+"""The records of a bench and the figures drawn from them (design section 13)."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_medusa.bench.peers import BASELINE
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method over one data set at one batch size, once.
+
+    `steps` are engine steps that gave tokens; `mean_accepted_length` is tokens per step and request, the bonus token
+    counted (1.0 without speculation); `overhead_share` is the share of step time outside the target's forward, known
+    for Medusa only. `identical_to_none`: the share of prompts whose tokens equal plain vLLM's; `identical_tokens`: the
+    share of plain vLLM's tokens that come before the first difference.
+    """
+
+    method: str
+    dataset: str
+    batch_size: int
+    temperature: float
+    round: int
+    prompts: int
+    output_tokens: int
+    seconds: float
+    tokens_per_second: float
+    steps: int
+    mean_accepted_length: float
+    drafted_nodes_per_step: float
+    overhead_share: float | None
+    identical_to_none: float
+    identical_tokens: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens per second of a method over plain vLLM's in the same round: the least, the median and the greatest."""
+
+    method: str
+    dataset: str
+    batch_size: int
+    temperature: float
+    rounds: int
+    min: float
+    median: float
+    max: float
+
+
+@dataclass
+class Results:
+    """All that one bench found. `examples` (the last trees of the last Medusa run) are for drawing only."""
+
+    provenance: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def ratios(self) -> list[Ratio]:
+        """One per method, data set and batch size; the baseline has none."""
+        return [
+            Ratio(
+                method,
+                dataset,
+                batch_size,
+                temperature,
+                len(values),
+                min(values),
+                statistics.median(values),
+                max(values),
+            )
+            for (method, dataset, batch_size, temperature), values in self._speedups().items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """The bench contract's JSON."""
+        return {
+            "provenance": self.provenance,
+            "runs": [asdict(run) for run in self.runs],
+            "ratios": [asdict(ratio) for ratio in self.ratios()],
+        }
+
+    def select(self, method: str, dataset: str | None = None, batch_size: int | None = None) -> list[Run]:
+        """The runs of a method, optionally of one data set and batch size."""
+        return [
+            run
+            for run in self.runs
+            if run.method == method and dataset in (None, run.dataset) and batch_size in (None, run.batch_size)
+        ]
+
+    def _speedups(self) -> dict[tuple[str, str, int, float], list[float]]:
+        plain = {(run.dataset, run.batch_size, run.temperature, run.round): run for run in self.select(BASELINE)}
+        found: dict[tuple[str, str, int, float], list[float]] = {}
+        for run in self.runs:
+            base = plain.get((run.dataset, run.batch_size, run.temperature, run.round))
+            if run.method != BASELINE and base is not None:
+                key = (run.method, run.dataset, run.batch_size, run.temperature)
+                found.setdefault(key, []).append(run.tokens_per_second / base.tokens_per_second)
+        return found
+
+
+def measure(
+    measurement: dict[str, Any],
+    plain_outputs: Sequence[Sequence[int]],
+    *,
+    method: str,
+    dataset: str,
+    batch_size: int,
+    temperature: float,
+    round: int,
+) -> Run:
+    """Turn a driver's measurement into a run; `plain_outputs[i]` are plain vLLM's tokens for prompt i."""
+    outputs = measurement["outputs"]
+    tokens = sum(map(len, outputs))
+    report = measurement["report"]
+    return Run(
+        method=method,
+        dataset=dataset,
+        batch_size=batch_size,
+        temperature=temperature,
+        round=round,
+        prompts=len(outputs),
+        output_tokens=tokens,
+        seconds=measurement["seconds"],
+        tokens_per_second=tokens / measurement["seconds"],
+        steps=measurement["steps"],
+        mean_accepted_length=tokens / max(1, measurement["request_steps"]),
+        drafted_nodes_per_step=measurement["drafted_nodes"] / max(1, measurement["steps"]),
+        overhead_share=report["overhead_share"] if report else None,
+        identical_to_none=mean(float(a == b) for a, b in zip(outputs, plain_outputs, strict=True)),
+        identical_tokens=sum(map(common_prefix, outputs, plain_outputs)) / max(1, sum(map(len, plain_outputs))),
+    )
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two outputs share before they first differ.
+
+    >>> common_prefix([5, 6, 7], [5, 6, 9, 7])
+    2
+    """
+    for count, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return count
+    return min(len(a), len(b))
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean, 0 for nothing."""
+    listed = list(values)
+    return statistics.fmean(listed) if listed else 0.0
