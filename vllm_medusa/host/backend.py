@@ -1,0 +1,186 @@
+"""Attention on the CPU for batches in which some requests check trees: tree rows to our kernel, the rest to the host's.
+
+The layers of a Medusa engine adopt `TreeAttentionImpl` after the model is built. Registering a backend instead would
+reach every engine of the process, since the host caches its choice of backend by shape and not by engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.host.commit import TreeKeyValues
+from vllm_medusa.host.trees import StepTrees
+
+
+@dataclass
+class TreeRows:
+    """What the layers of one KV group need to know about a step's trees.
+
+    Attributes:
+        rows: int64 [T], indices of tree rows among the step's tokens; None if every token is one, in order.
+        inputs: arguments of `TreeAttentionPlan` that all layers share.
+        kept: where keys and values of tree rows wait for the commit.
+        others: int64 [U], indices of all other tokens, and the host's metadata for them.
+    """
+
+    rows: Tensor | None
+    inputs: dict[str, Any]
+    kept: TreeKeyValues
+    others: tuple[Tensor, CPUAttentionMetadata] | None
+    _plans: dict[tuple[float, float, int], TreeAttentionPlan] = field(default_factory=dict)
+
+    def plan(self, impl: CPUAttentionBackendImpl) -> TreeAttentionPlan:
+        """The plan for a layer's scale, soft cap and window; one for most models."""
+        key = (impl.scale, float(impl.logits_soft_cap), impl.sliding_window)
+        if key not in self._plans:
+            self._plans[key] = TreeAttentionPlan(
+                **self.inputs, scale=impl.scale, softcap=float(impl.logits_soft_cap), sliding_window=impl.sliding_window
+            )
+        return self._plans[key]
+
+
+class TreeAttentionImpl(CPUAttentionBackendImpl):
+    """The host's CPU attention, with our mask for rows that are tree nodes."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As the host's: query [T, Hq, D], key and value [T, Hkv, D], output [T, Hq, D] is filled and returned."""
+        trees: TreeRows | None = getattr(attn_metadata, "trees", None)
+        if trees is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        trees.kept.keep(layer.layer_name, key, value, trees.rows)
+        if trees.others is not None:
+            rows, metadata = trees.others
+            part = torch.empty_like(output[: len(rows)])
+            super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part)
+            output[rows] = part
+        key_cache, value_cache = _halves(kv_cache)
+        if trees.rows is None:
+            trees.plan(self).run(query, key_cache, value_cache, output)
+        else:
+            part = torch.empty_like(output[: len(trees.rows)])
+            trees.plan(self).run(query[trees.rows], key_cache, value_cache, part)
+            output[trees.rows] = part
+        return output
+
+
+def adopt(layers: Iterable[Any]) -> list[Attention]:
+    """Give every decoder attention layer of a model our implementation; returns these layers.
+
+    Raises:
+        MedusaError: a layer with a feature that tree rows do not have (ALiBi, attention sinks, quantised cache).
+    """
+    adopted = []
+    for layer in layers:
+        if not isinstance(layer, Attention):
+            continue
+        impl = layer.impl
+        if type(impl) not in (CPUAttentionBackendImpl, TreeAttentionImpl) or impl.attn_type != AttentionType.DECODER:
+            raise MedusaError.of("model", layer.layer_name, "this kind of attention layer cannot check trees yet")
+        for what, present in (
+            ("ALiBi", impl.alibi_slopes is not None),
+            ("attention sinks", impl.sinks is not None),
+            ("a quantised KV cache", impl.is_fp8_kv_cache),
+        ):
+            if present:
+                raise MedusaError.of("model", layer.layer_name, f"attention with {what} cannot check trees yet")
+        impl.__class__ = TreeAttentionImpl
+        adopted.append(layer)
+    return adopted
+
+
+def learn_key_layout(layer: Attention) -> KeyLayout:
+    """How the host packs keys inside a block of this layer's cache, found by writing known ones."""
+    block_size, head_size = layer.kv_cache.shape[2], layer.kv_cache.shape[3] // 2
+
+    def write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, layer.isa)
+
+    return learn_layout(write, block_size, head_size, layer.kv_cache.dtype)
+
+
+def attach_trees(
+    metadata: CPUAttentionMetadata,
+    step: StepTrees,
+    kept: TreeKeyValues,
+    layout: KeyLayout,
+    builder: CPUAttentionMetadataBuilder,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Tell the layers of one KV group, through their metadata, which tokens are tree rows and what these may see."""
+    which = step.is_tree
+    chosen = torch.from_numpy(which.nonzero()[0])
+    rows = torch.from_numpy(step.token_rows(which))
+    counts = torch.from_numpy(step.sizes[which] + 1)
+    everything = len(rows) == metadata.num_actual_tokens
+    on_row = step.on_row[which]
+    inputs = {
+        "block_table": metadata.block_table[chosen].contiguous(),
+        "context_lens": torch.from_numpy(step.context[which]),
+        "query_start_loc": torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        "ancestors": torch.from_numpy(step.ancestors[which][on_row].view("int64")),
+        "depths": torch.from_numpy(step.depths[which][on_row]),
+        "layout": layout,
+    }
+    others = None if everything else _host_part(metadata, ~which, builder, common)
+    metadata.trees = TreeRows(None if everything else rows, inputs, kept, others)  # type: ignore[attr-defined]
+
+
+def _host_part(
+    metadata: CPUAttentionMetadata, which: Any, builder: CPUAttentionMetadataBuilder, common: CommonAttentionMetadata
+) -> tuple[Tensor, CPUAttentionMetadata] | None:
+    """The host's metadata for the requests `which` alone, and the indices of their tokens."""
+    chosen = torch.from_numpy(which.nonzero()[0])
+    if len(chosen) == 0:
+        return None
+    starts = metadata.query_start_loc.to(torch.int64)
+    lengths = (starts[1:] - starts[:-1])[chosen]
+    rows = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in chosen])
+    query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(metadata.query_start_loc.dtype)
+    part = replace(
+        common,
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens=metadata.seq_lens[chosen],
+        num_reqs=len(chosen),
+        num_actual_tokens=len(rows),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=metadata.block_table[chosen],
+        slot_mapping=metadata.slot_mapping[rows],
+        positions=None,
+    )
+    return rows, builder.build(0, part)
+
+
+def _halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [blocks, Hkv, block, D] of a cache [blocks, Hkv, block, 2 D]; each half of a block is one run."""
+    blocks, heads, block_size, _ = kv_cache.shape
+    keys, values = kv_cache.view(blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
+    return keys, values

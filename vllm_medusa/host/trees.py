@@ -1,0 +1,169 @@
+"""The trees of one step: drafts remembered by request, laid out over the rows of a batch when they are scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.proposer import TreeDraft
+from vllm_medusa.tree.topology import ancestor_masks_of, depths_of
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RequestDraft:
+    """One request's row of a batch of drafts."""
+
+    draft: TreeDraft
+    row: int
+    size: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """The drafted tokens, as the scheduler takes them."""
+        tokens: list[int] = self.draft.tokens[self.row, : self.size].tolist()
+        return tokens
+
+
+class DraftBook:
+    """Drafts by request id. The scheduler may come back for one steps later, cut to a prefix, or never."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[str, RequestDraft] = {}
+
+    def put(self, request: str, draft: TreeDraft, row: int, size: int) -> RequestDraft:
+        """Remember the first `size` nodes of one row of `draft`."""
+        entry = RequestDraft(draft, row, size)
+        self._drafts[request] = entry
+        return entry
+
+    def get(self, request: str, scheduled: Sequence[int]) -> RequestDraft | None:
+        """The draft that `scheduled` tokens are a prefix of; None if these tokens are not ours (padding, say)."""
+        entry = self._drafts.get(request)
+        if entry is None or len(scheduled) > entry.size:
+            return None
+        return entry if entry.tokens[: len(scheduled)] == list(scheduled) else None
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """Drop the drafts of requests that ended or lost their cache."""
+        for request in requests:
+            self._drafts.pop(request, None)
+
+    def __len__(self) -> int:
+        return len(self._drafts)
+
+
+@dataclass(frozen=True)
+class StepTrees:
+    """R requests of one step with the nodes scheduled for each; N is the most nodes of any.
+
+    A request whose nodes form a chain (or that has none) needs neither mask nor commit: rows, positions and slots
+    agree. Drafts that are not ours are such chains, and cannot be accepted if they are padding.
+
+    Attributes:
+        requests: R request ids, in batch order.
+        tokens: int64 [R, N], -1 beyond `sizes`.
+        parents: int64 [R, N], -1 beyond `sizes`.
+        sizes: int64 [R], nodes of each request.
+        first_token: int64 [R], index of each root among the step's tokens.
+        first_logit: int64 [R], index of each root among the rows of logits.
+        context: int64 [R], tokens in the cache before the root.
+        drafts: what each request drafted, None where it is not ours.
+        pure_decode: no request computes prompt tokens in this step.
+    """
+
+    requests: Sequence[str]
+    tokens: Ints
+    parents: Ints
+    sizes: Ints
+    first_token: Ints
+    first_logit: Ints
+    context: Ints
+    drafts: Sequence[RequestDraft | None]
+    pure_decode: bool
+
+    @cached_property
+    def depths(self) -> Ints:
+        """int64 [R, N + 1], depth of each row."""
+        return depths_of(self.parents)
+
+    @cached_property
+    def is_tree(self) -> npt.NDArray[np.bool_]:
+        """bool [R], requests with a node that does not follow the one before it."""
+        follows = (self.parents == np.arange(self.parents.shape[1])) | (self.parents < 0)
+        return np.asarray(~follows.all(axis=1))
+
+    @cached_property
+    def ancestors(self) -> npt.NDArray[np.uint64]:
+        """uint64 [R, N + 1, W], ancestor bits of each row."""
+        return ancestor_masks_of(self.parents)
+
+    @cached_property
+    def on_row(self) -> npt.NDArray[np.bool_]:
+        """bool [R, N + 1], rows that exist (the root always)."""
+        return np.arange(self.parents.shape[1] + 1) <= self.sizes[:, None]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the step."""
+        return int(self.sizes.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Roots and nodes in the step."""
+        return len(self.requests) + self.num_nodes
+
+    def token_rows(self, which: npt.NDArray[np.bool_]) -> Ints:
+        """Indices, among the step's tokens, of all rows of the requests `which` [R], request by request."""
+        index = self.first_token[:, None] + np.arange(self.parents.shape[1] + 1)
+        rows: Ints = index[self.on_row & which[:, None]]
+        return rows
+
+
+def lay_trees(
+    requests: Sequence[str],
+    scheduled: Mapping[str, Sequence[int]],
+    book: DraftBook,
+    num_scheduled: npt.NDArray[np.integer],
+    context: npt.NDArray[np.integer],
+    known_tokens: npt.NDArray[np.integer],
+) -> StepTrees:
+    """Lay the scheduled drafts over the batch.
+
+    Args:
+        requests: R request ids in batch order.
+        scheduled: draft tokens by request id.
+        book: where their trees are remembered.
+        num_scheduled: [R], tokens of each request in the step.
+        context: [R], tokens in the cache before the step.
+        known_tokens: [R], prompt and emitted tokens of each request.
+    """
+    count = len(requests)
+    sizes = np.array([len(scheduled.get(request, ())) for request in requests], dtype=np.int64)
+    width = int(sizes.max(initial=0))
+    tokens = np.full((count, width), -1, dtype=np.int64)
+    parents = np.full((count, width), -1, dtype=np.int64)
+    drafts: list[RequestDraft | None] = []
+    for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True)):
+        draft = book.get(request, scheduled[request]) if size else None
+        drafts.append(draft)
+        if size:
+            tokens[row, :size] = scheduled[request]
+            parents[row, :size] = np.arange(size) if draft is None else draft.draft.parents[draft.row, :size]
+    logits_end = np.cumsum(sizes + 1)
+    return StepTrees(
+        requests=list(requests),
+        tokens=tokens,
+        parents=parents,
+        sizes=sizes,
+        first_token=np.cumsum(num_scheduled.astype(np.int64)) - (sizes + 1),
+        first_logit=logits_end - (sizes + 1),
+        context=context.astype(np.int64) + num_scheduled - (sizes + 1),
+        drafts=drafts,
+        pure_decode=bool((num_scheduled == sizes + 1).all() and (context + 1 >= known_tokens).all()),
+    )

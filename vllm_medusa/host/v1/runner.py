@@ -1,0 +1,257 @@
+"""Model Runner V1 with trees: propose, forward, walk, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_medusa.attention.cpu import KeyLayout, active_kernel
+from vllm_medusa.cost import NodeBudget, StepCost
+from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout
+from vllm_medusa.host.commit import TreeKeyValues, find_moves
+from vllm_medusa.host.statistics import Statistics
+from vllm_medusa.host.trees import DraftBook, StepTrees, lay_trees
+from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
+from vllm_medusa.proposer import MedusaProposer
+from vllm_medusa.tree.walk import Walk
+
+
+class MedusaCPUModelRunner(CPUModelRunner):
+    """The host's runner, with four seams filled in, in the order of a step.
+
+    `_prepare_inputs` lays the scheduled trees over the batch and gives nodes their depth as position;
+    `_build_attention_metadata` tells the attention layers what tree rows may see; `_sample` walks and commits;
+    `propose_draft_token_ids` drafts the next trees. Everything else is the host's.
+    """
+
+    drafter: MedusaProposer
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        """Build the host's runner and put our sampler, draft book and cost model beside it."""
+        super().__init__(vllm_config, device)
+        self.tree_sampler = TreeSampler(self.sampler)
+        self.rejection_sampler = self.tree_sampler
+        self._all_logits_processors()
+        self.book = DraftBook()
+        self.statistics = Statistics()
+        self.cost = StepCost()
+        self.budget = NodeBudget(self.cost)
+        self.trees: StepTrees | None = None
+        self._kept: TreeKeyValues | None = None
+        self._layouts: dict[int, KeyLayout] = {}  # by KV cache group
+        self._slots: dict[str, Tensor] = {}  # of this step, by layer name
+        self._started = 0.0
+
+    # Start-up ---------------------------------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Once layers have their caches: adopt them and learn how keys lie in a block."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        self._all_logits_processors()  # the host may have built its batch anew
+        layers = self.compilation_config.static_forward_context
+        self._kept = TreeKeyValues(adopt(layers.values()))
+        self._layouts = {
+            gid: learn_key_layout(layers[group.layer_names[0]])
+            for gid, group in enumerate(kv_cache_config.kv_cache_groups)
+        }
+
+    def _all_logits_processors(self) -> None:
+        """min_p and logit_bias too: under speculation the host builds min_tokens alone, our walk runs them all."""
+        self.input_batch.logitsprocs = LogitsProcessors(
+            kind(self.vllm_config, self.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
+        )
+        self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
+
+    # Forward ----------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's forward pass, timed."""
+        self._started = time.perf_counter()
+        self.trees = None
+        self.book.forget(scheduler_output.finished_req_ids)
+        self.book.forget(scheduler_output.preempted_req_ids or ())
+        result = super().execute_model(scheduler_output, *args, **kwargs)
+        self.statistics.seconds["forward"] += time.perf_counter() - self._started
+        return result
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: npt.NDArray[np.int32]) -> Any:
+        """Flat slots come from the host; the position of a node is its depth below the root."""
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        batch = self.input_batch
+        self.trees = trees = lay_trees(
+            batch.req_ids,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self.book,
+            num_scheduled_tokens,
+            batch.num_computed_tokens_cpu[: batch.num_reqs],
+            batch.num_tokens_no_spec[: batch.num_reqs],
+        )
+        if trees.is_tree.any():
+            rows = torch.from_numpy(trees.token_rows(trees.is_tree))
+            position = (trees.context[:, None] + trees.depths)[trees.on_row & trees.is_tree[:, None]]
+            self.positions[rows] = torch.from_numpy(position)
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """Attach the step's trees to the host's metadata of each KV cache group."""
+        by_layer, common = super()._build_attention_metadata(*args, **kwargs)
+        if self.trees is not None and self.trees.is_tree.any() and self._kept is not None:
+            for gid, groups in enumerate(self.attn_groups):
+                for group in groups:
+                    metadata = by_layer[group.layer_names[0]]
+                    attach_trees(
+                        metadata, self.trees, self._kept, self._layouts[gid], group.get_metadata_builder(), common
+                    )
+                    self._slots.update(dict.fromkeys(group.layer_names, metadata.slot_mapping))
+        return by_layer, common
+
+    # Walk and commit --------------------------------------------------------------------------------------------
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """The host's second half of a step: sampling (our walk and commit), bookkeeping, drafting; timed."""
+        began = time.perf_counter()
+        forward = began - self._started
+        tokens = self.trees.num_tokens if self.trees is not None and self.trees.pure_decode else 0
+        output = super().sample_tokens(grammar_output)
+        seconds = forward + time.perf_counter() - began
+        if tokens:
+            self.statistics.seconds["step"] += seconds
+            self.cost.observe(tokens, seconds)
+        return output
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        """Walk the trees by the host's Sampler, then commit the accepted paths."""
+        trees = self.trees
+        if trees is None:
+            return super()._sample(logits, spec_decode_metadata)
+        unfinished = self.discard_request_mask.np[: len(trees.requests)].astype(bool)
+        histories = [self.requests[request].output_token_ids for request in trees.requests]
+        self.tree_sampler.rows = StepRows(trees, histories, unfinished)
+        with self._stage("walk"):
+            output = super()._sample(logits, spec_decode_metadata)
+        walk = self.tree_sampler.walk
+        assert walk is not None
+        paths = walk.rows.numpy()
+        with self._stage("commit"):
+            self._commit(trees, paths)
+        decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
+        self.statistics.count(trees, paths, walk.tokens.numpy(), walk.lengths.numpy(), decoding)
+        return output
+
+    def _commit(self, trees: StepTrees, paths: npt.NDArray[np.int64]) -> None:
+        """Move accepted nodes to the slots that follow the root, in this same step: the next one, or the prefix
+        cache, may read them."""
+        if not trees.is_tree.any():
+            return
+        sources, targets = find_moves(trees, paths)
+        if len(sources) == 0:
+            return
+        assert self._kept is not None
+        target_tokens = torch.from_numpy(targets)
+        slots: dict[int, Tensor] = {}  # one mapping per group, shared by its layers
+        by_layer = {}
+        for name, mapping in self._slots.items():
+            if id(mapping) not in slots:
+                slots[id(mapping)] = mapping[target_tokens]
+            by_layer[name] = slots[id(mapping)]
+        self._kept.write(torch.from_numpy(sources), by_layer)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Hide the generators of requests whose sample is discarded.
+
+        The host winds them back by `set_offset`, which CPU generators refuse; our walk does not draw from them.
+        """
+        batch = self.input_batch
+        hidden = {
+            int(row): batch.generators.pop(int(row))
+            for row in np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
+            if int(row) in batch.generators
+        }
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            batch.generators.update(hidden)
+
+    # Propose ----------------------------------------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: heads have no positions of their own, and the scheduler cuts a tree to a prefix that fits."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Draft from the hidden row of the last node on each path; requests that get no nodes get an empty list."""
+        with self._stage("propose"):
+            trees, walk = self.trees, self.tree_sampler.walk
+            drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+            asking = [row for row, tokens in enumerate(sampled_token_ids) if tokens and self._wants_draft(row)]
+            if trees is None or walk is None or not asking:
+                return drafts
+            chosen = np.array(asking)
+            hidden = sample_hidden_states[torch.from_numpy((trees.first_logit + _last_rows(walk))[chosen])]
+            roots = torch.tensor([sampled_token_ids[row][-1] for row in asking])
+            chains = np.array([self._needs_chain(row) for row in asking])
+            draft = self.drafter.propose(hidden, roots, chains)
+            sizes = draft.sizes
+            if self.drafter.settings.adaptive:
+                sizes = self.budget.share(draft.reach, draft.sizes, len(sampled_token_ids) - len(asking))
+            for position, row in enumerate(asking):
+                entry = self.book.put(self.input_batch.req_ids[row], draft, position, int(sizes[position]))
+                drafts[row] = entry.tokens
+        return drafts
+
+    def _wants_draft(self, row: int) -> bool:
+        """Not when the next token is the request's last, and not under a thinking budget (the host counts drafts)."""
+        request = self.requests[self.input_batch.req_ids[row]]
+        params = request.sampling_params
+        if params is None or params.thinking_token_budget is not None:
+            return False
+        return params.max_tokens is None or len(request.output_token_ids) + 1 < params.max_tokens
+
+    def _needs_chain(self, row: int) -> bool:
+        """The host's grammar checks drafts as one chain, so that is what a request with a grammar gets for now."""
+        params = self.requests[self.input_batch.req_ids[row]].sampling_params
+        return params is not None and params.structured_outputs is not None
+
+    # Figures ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.statistics.seconds[name] += time.perf_counter() - began
+
+    def medusa_report(self, reset: bool = False) -> dict[str, Any]:
+        """Totals since the last reset: see `Statistics.report`; `cost` is the step-time table learnt so far."""
+        report = self.statistics.report()
+        report["kernel"] = active_kernel()
+        report["cost"] = self.cost.table()
+        if reset:
+            self.statistics = Statistics()
+        return report
+
+
+def _last_rows(walk: Walk) -> npt.NDArray[np.int64]:
+    """int64 [R], the row on which each walk ended."""
+    last: npt.NDArray[np.int64] = walk.rows.gather(1, walk.lengths[:, None] - 1)[:, 0].numpy()
+    return last
