@@ -115,7 +115,8 @@ class Tree:
         >>> Tree(parents=(0, 1, 0, 1)).ancestor_masks()[:, 0].tolist()  # root, cat, cat sat, dog, cat ran
         [0, 1, 3, 4, 9]
         """
-        return ancestor_masks_of(np.asarray(self.parents, dtype=np.int64).reshape(1, -1))[0]
+        masks = ancestor_masks_of(np.asarray(self.parents, dtype=np.int64).reshape(1, -1))
+        return masks.reshape(self.num_rows, -1)
 
 
 def depths_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
