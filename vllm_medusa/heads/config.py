@@ -1,0 +1,120 @@
+"""What heads are and how far they can be trusted: the config.json beside their weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_medusa.errors import MedusaError
+
+FORMAT = "vllm-medusa/1"
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Calibration(BaseModel):
+    """Measured on answers the heads did not learn from.
+
+    Attributes:
+        temperatures: [K], what each head's logits are divided by so that its probabilities mean what they say.
+        rank_accuracy: [K][R], how often candidate r of head k is the right token; a token outside the draft
+            vocabulary counts as a miss.
+        ece_before, ece_after: [K], expected calibration error of the top candidate without and with the temperatures.
+        num_speculative_tokens: nodes to draft where the user names no number, by platform ("cpu", "cuda").
+        rows: held-out rows these figures stand on.
+    """
+
+    model_config = _STRICT
+
+    temperatures: list[float]
+    rank_accuracy: list[list[float]]
+    num_speculative_tokens: dict[str, int] = {}
+    ece_before: list[float] | None = None
+    ece_after: list[float] | None = None
+    rows: int | None = None
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        if not all(0.01 <= temperature <= 100.0 for temperature in self.temperatures):
+            raise ValueError("temperatures lie between 0.01 and 100; calibrate the heads again")
+        if not all(0.0 <= accuracy <= 1.0 for head in self.rank_accuracy for accuracy in head):
+            raise ValueError("accuracies in rank_accuracy lie between 0 and 1; calibrate the heads again")
+        if not all(1 <= nodes <= 128 for nodes in self.num_speculative_tokens.values()):
+            raise ValueError("num_speculative_tokens lies between 1 and 128")
+        return self
+
+
+class HeadsConfig(BaseModel):
+    """Shape and origin of a set of heads.
+
+    Attributes:
+        num_heads: K; head k (from 0) guesses the token k + 1 places after the root.
+        num_layers: residual blocks per head.
+        hidden_size, vocab_size: of the target, H and V.
+        root_conditioned: whether the first block also reads the embedding of the root token.
+        bias: whether blocks have one.
+        unembedding: "target" shares the target's lm_head (the heads store none), "shared" brings one for all heads,
+            "per_head" one for each.
+        draft_vocab_size: Vd, tokens the heads can guess; None: all V.
+        top_k: R, candidates each head offers to trees.
+        logit_scale: factor on the logits.
+        base_model: the target these heads were trained for, for people to read.
+        training: facts for people to read (data, steps, seconds, losses).
+    """
+
+    model_config = _STRICT
+
+    model_type: Literal["medusa"] = "medusa"
+    format: Literal["vllm-medusa/1"] = FORMAT
+    num_heads: int = Field(ge=1, le=32)
+    num_layers: int = Field(ge=0, le=16)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    root_conditioned: bool = False
+    bias: bool = True
+    unembedding: Literal["target", "shared", "per_head"] = "target"
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    top_k: int = Field(default=10, ge=1, le=128)
+    logit_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    base_model: str | None = None
+    calibration: Calibration | None = None
+    training: dict[str, Any] | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens a head can guess: Vd, or V without a reduced vocabulary."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
+        if self.top_k > self.num_outputs:
+            raise ValueError(f"top_k {self.top_k} exceeds the {self.num_outputs} tokens the heads can guess")
+        if self.root_conditioned and self.num_layers == 0:
+            raise ValueError("root_conditioned heads need num_layers of at least 1")
+        calibration = self.calibration
+        if calibration is not None:
+            if len(calibration.temperatures) != self.num_heads or len(calibration.rank_accuracy) != self.num_heads:
+                raise ValueError(
+                    f"calibration must hold one temperature and one rank_accuracy row per head ({self.num_heads})"
+                )
+            if any(len(row) != self.top_k for row in calibration.rank_accuracy):
+                raise ValueError(f"each row of calibration.rank_accuracy must hold top_k={self.top_k} accuracies")
+        return self
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], where: str) -> HeadsConfig:
+        """Check a config read from `where`.
+
+        Raises:
+            MedusaError: an unknown key, a wrong type or a value out of range, by name.
+        """
+        try:
+            return cls(**raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "the values together"
+            shown = first["input"] if first["loc"] else "..."
+            reason = str(first["msg"]).removeprefix("Value error, ")
+            raise MedusaError.of(f"{where}: {key}", shown, f"{reason}; correct it or convert the heads again") from None

@@ -1,0 +1,164 @@
+"""The heads: small residual networks on one hidden row, each guessing one token further ahead.
+
+    first block   h_k = h + SiLU(W_k h + U_k e(root) + b_k)      U_k only in root-conditioned heads
+    next blocks   h_k = h_k + SiLU(W_k h_k + b_k)
+    logits_k      h_k E^T                                        E: the target's own unembedding, by default
+
+Plain heads are those of Medusa (Cai et al. 2024, arXiv:2401.10774, section 2.1). Root-conditioned heads also see the
+root token, which is already sampled when we draft. They stay independent of each other given the root, so one tree
+grows from one set of candidates. Weights of all heads are stacked: a block is one (batched) product, so are the logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.config import HeadsConfig
+
+
+class Candidates(NamedTuple):
+    """What the heads guess for B requests, best first.
+
+    Attributes:
+        tokens: int64 [B, K, R], token ids of the target's vocabulary.
+        probabilities: float32 [B, K, R], calibrated, descending along R.
+    """
+
+    tokens: Tensor
+    probabilities: Tensor
+
+
+class _Block(nn.Module):
+    """One residual block of every head: weight [K, H, H], bias [K, H] or none."""
+
+    def __init__(self, num_heads: int, hidden_size: int, bias: bool) -> None:
+        super().__init__()
+        # Zeros: an untrained head guesses what the target's own row says, Medusa's start.
+        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size)) if bias else None
+
+
+class MedusaHeads(nn.Module):
+    """K heads; `bind` ties them to a target before use.
+
+    Two heads on rows of size 4, in a vocabulary of 8:
+
+    >>> heads = MedusaHeads(HeadsConfig(num_heads=2, num_layers=1, hidden_size=4, vocab_size=8, top_k=3))
+    >>> heads.bind(torch.eye(8, 4), torch.eye(8, 4))
+    >>> tokens, probabilities = heads.candidates(torch.tensor([[0.0, 5.0, 1.0, 0.0]]), torch.tensor([3]), 2)
+    >>> tokens.tolist(), tuple(probabilities.shape)
+    ([[[1, 2], [1, 2]]], (1, 2, 2))
+    """
+
+    token_map: Tensor | None
+
+    def __init__(self, config: HeadsConfig) -> None:
+        """Heads of `config`'s shape with weights zero; `load_heads` fills them."""
+        super().__init__()
+        self.config = config
+        heads, hidden = config.num_heads, config.hidden_size
+        self.layers = nn.ModuleList(_Block(heads, hidden, config.bias) for _ in range(config.num_layers))
+        self.root = nn.Parameter(torch.zeros(heads, hidden, hidden)) if config.root_conditioned else None
+        copies = {"target": 0, "shared": 1, "per_head": heads}[config.unembedding]
+        own = torch.zeros(copies, config.num_outputs, hidden)
+        self.unembedding = nn.Parameter(own, requires_grad=False) if copies else None
+        reduced = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("token_map", reduced)
+        # The target's own weights: not parameters, not saved, not moved by .to().
+        self._bound_unembedding: Tensor | None = None
+        self._bound_embedding: Tensor | None = None
+        self._scale: Tensor | None = None
+
+    def bind(self, unembedding: Tensor, embedding: Tensor) -> None:
+        """Tie the heads to a target.
+
+        Args:
+            unembedding: [V, H], the target's lm_head. Shared as it is, or its rows `token_map` copied once.
+            embedding: [V, H], the target's token embedding, shared (read by root-conditioned heads only).
+        """
+        config = self.config
+        for name, weight in (("lm_head", unembedding), ("embedding", embedding)):
+            if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
+                wanted = f"the heads need [{config.vocab_size}, {config.hidden_size}]; use heads made for this target"
+                raise MedusaError.of(f"{name} of the target", list(weight.shape), wanted)
+        if self.unembedding is not None:
+            self._bound_unembedding = self.unembedding.data
+        else:
+            rows = unembedding if self.token_map is None else unembedding[self.token_map.to(unembedding.device)]
+            self._bound_unembedding = rows.contiguous()[None]
+        self._bound_embedding = embedding if config.root_conditioned else None
+        calibration = config.calibration
+        temperatures = calibration.temperatures if calibration is not None else [1.0] * config.num_heads
+        scale = torch.tensor([config.logit_scale / temperature for temperature in temperatures])
+        self._scale = scale.to(unembedding.device)[None, :, None]
+
+    def unembedding_weight(self) -> Tensor:
+        """[1 or K, Vd, H]: what hidden rows are multiplied with, the target's own unless the heads bring theirs.
+
+        Raises:
+            MedusaError: `bind` has not been called.
+        """
+        if self._bound_unembedding is None:
+            raise MedusaError("medusa: heads are not bound to a target; call bind(unembedding, embedding) first")
+        return self._bound_unembedding
+
+    def states(self, hidden: Tensor, root_tokens: Tensor | None) -> Tensor:
+        """Every head's row before its unembedding.
+
+        Args:
+            hidden: [B, H], the target's rows after the final norm.
+            root_tokens: int64 [B], the tokens these rows produced; only root-conditioned heads read them.
+
+        Returns:
+            [B, K, H].
+        """
+        config = self.config
+        shape = (hidden.shape[0], config.num_heads, config.hidden_size)
+        states = hidden[:, None].expand(shape)
+        for number, block in enumerate(self.layers):
+            weight: Tensor = block.weight
+            if number == 0:  # all heads read the same row: one plain product
+                bias = None if block.bias is None else block.bias.flatten()
+                inner = functional.linear(hidden, weight.flatten(0, 1), bias).view(shape)
+                if self.root is not None:
+                    inner = inner + self._root_term(root_tokens).view(shape)
+            else:
+                inner = torch.bmm(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+                if block.bias is not None:
+                    inner = inner + block.bias
+            states = states + functional.silu(inner)
+        return states
+
+    def _root_term(self, root_tokens: Tensor | None) -> Tensor:
+        assert self.root is not None
+        if self._bound_embedding is None or root_tokens is None:
+            raise MedusaError("medusa: root-conditioned heads need bind(unembedding, embedding) and the root tokens")
+        return functional.linear(self._bound_embedding[root_tokens], self.root.flatten(0, 1))
+
+    def forward(self, hidden: Tensor, root_tokens: Tensor | None) -> Tensor:
+        """Logits [B, K, Vd] of every head, over the draft vocabulary, without temperature. Arguments as in `states`."""
+        states, weight = self.states(hidden, root_tokens), self.unembedding_weight()
+        if weight.shape[0] == 1:
+            logits = functional.linear(states.flatten(0, 1), weight[0]).view(*states.shape[:2], -1)
+        else:
+            logits = torch.bmm(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def candidates(self, hidden: Tensor, root_tokens: Tensor | None, k: int) -> Candidates:
+        """The `k` likeliest tokens of every head. Arguments as in `states`; see `Candidates` for the result."""
+        assert self._scale is not None, "bind comes first"
+        states, weight = self.states(hidden, root_tokens), self.unembedding_weight()
+        if weight.shape[0] == 1:
+            logits = functional.linear(states.flatten(0, 1), weight[0]).view(*states.shape[:2], -1)
+        else:
+            logits = torch.bmm(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        scaled = logits.float().mul_(self._scale)
+        best = scaled.topk(k, dim=-1)
+        probabilities = (best.values - scaled.logsumexp(-1, keepdim=True)).exp_()
+        tokens = best.indices if self.token_map is None else self.token_map[best.indices]
+        return Candidates(tokens, probabilities)
