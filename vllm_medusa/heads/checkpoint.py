@@ -171,7 +171,7 @@ def _checked_map(token_map: Tensor, config: HeadsConfig, file: Path) -> Tensor:
         raise MedusaError.of(
             f"{file}: token_map", int(ids.max()), f"token ids lie between 0 and {config.vocab_size - 1}"
         )
-    if ids.unique().numel() != ids.numel():
+    if len(set(ids.tolist())) != ids.numel():
         raise MedusaError.of(f"{file}: token_map", ids.numel(), "the same token appears twice; each may stand once")
     return ids
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_medusa.errors import MedusaError
 
-FORMAT = "vllm-medusa/1"
+FORMAT: Literal["vllm-medusa/1"] = "vllm-medusa/1"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 

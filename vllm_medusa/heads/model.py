@@ -121,14 +121,14 @@ class MedusaHeads(nn.Module):
         shape = (hidden.shape[0], config.num_heads, config.hidden_size)
         states = hidden[:, None].expand(shape)
         for number, block in enumerate(self.layers):
-            weight: Tensor = block.weight
+            assert isinstance(block, _Block)
             if number == 0:  # all heads read the same row: one plain product
                 bias = None if block.bias is None else block.bias.flatten()
-                inner = functional.linear(hidden, weight.flatten(0, 1), bias).view(shape)
+                inner = functional.linear(hidden, block.weight.flatten(0, 1), bias).view(shape)
                 if self.root is not None:
                     inner = inner + self._root_term(root_tokens).view(shape)
             else:
-                inner = torch.bmm(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+                inner = torch.bmm(states.transpose(0, 1), block.weight.transpose(1, 2)).transpose(0, 1)
                 if block.bias is not None:
                     inner = inner + block.bias
             states = states + functional.silu(inner)

@@ -5,7 +5,7 @@
     lm_head.weight                          one for all, with config `original_lm_head`
     token_map                               draft vocabulary, with config `truncated_vocab_size` < `vocab_size`
 
-A *plan* says which of a checkpoint's tensors make up each of ours: {"layers.0.weight": ["blocks.0.layers.0.weight", …]}.
+A plan says which of a checkpoint's tensors make up each of ours: {"layers.0.weight": ["blocks.0.layers.0.weight", …]}.
 """
 
 from __future__ import annotations
