@@ -79,6 +79,9 @@ def bench(
     ] = None,
     model: ModelOption = None,
     heads: HeadsOption = None,
+    native_heads: Annotated[
+        str | None, typer.Option(help="Plain heads for native-chain. Default: the same as for Medusa.")
+    ] = None,
     methods: Annotated[
         str,
         typer.Option(help="Comma-separated: none, medusa, medusa-static, medusa-chain, native-chain, ngram."),
@@ -119,6 +122,7 @@ def bench(
         settings = Settings(
             chosen.model,
             chosen.heads,
+            native_heads=native_heads,
             batch_sizes=sizes,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -136,6 +140,30 @@ def bench(
             write_json(results, json_file)
         if plot_file is not None:
             plot(results, plot_file)
+
+
+@app.command()
+def inspect(
+    heads: HeadsOption = None,
+    tree: Annotated[
+        str, typer.Option(help="static, chain, a preset's name, Medusa choices as JSON, or a .json file of them.")
+    ] = "static",
+    num_speculative_tokens: Annotated[int | None, typer.Option(min=1, max=128, help="Nodes of the tree.")] = None,
+) -> None:
+    """Show what heads are, how far they can be trusted, and the tree they would draft."""
+    from vllm_medusa.inspection import show_heads
+
+    with readable_errors():
+        show_heads(heads, tree, num_speculative_tokens, Console())
+
+
+@app.command()
+def doctor(json_file: JsonOption = None) -> None:
+    """Check this installation: vLLM's version and what we rely on in it, the plugin, the platform, kernel and heads."""
+    from vllm_medusa.doctor import run_checks
+
+    if not run_checks(Console(), json_file):
+        raise typer.Exit(1)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -7,12 +7,10 @@ engine never outlives the bench that started it.
 
 import json
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 PROGRESS_SECONDS = 0.2
@@ -124,15 +122,6 @@ class Driver:
         return 0
 
 
-def export_heads(folder: str) -> tuple[str, int]:
-    """Write our heads in vLLM's own Medusa format into a temporary folder; returns it and the number of heads."""
-    from vllm_medusa.heads.checkpoint import load_heads, read_config, save_vllm
-
-    target = Path(tempfile.mkdtemp(prefix="vllm-medusa-native-"))
-    save_vllm(load_heads(folder), target)
-    return str(target), read_config(folder).num_heads
-
-
 def _is_eager(config: Any) -> bool:
     return bool(config.model_config.enforce_eager)
 
@@ -156,8 +145,10 @@ def main() -> None:
         say("stage", text="importing vLLM")
         engine = start["engine"]
         if start["export_heads"]:
-            speculative = engine["speculative_config"]
-            speculative["model"], speculative["num_speculative_tokens"] = export_heads(speculative["model"])
+            from vllm_medusa.bench.native import export_heads
+
+            native = engine["speculative_config"]
+            native["model"], native["num_speculative_tokens"] = export_heads(native["model"], engine["model"])
         driver = Driver(engine, say)
         say("result", value={"start_seconds": time.perf_counter() - began, **driver.facts()})
         for command in commands:

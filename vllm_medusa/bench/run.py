@@ -17,10 +17,15 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Settings:
-    """What a bench measures and how. `adaptive` and `num_speculative_tokens`: None leaves the plugin's default."""
+    """What a bench measures and how.
+
+    `native_heads`: heads for native-chain where they are not the same (vLLM's own Medusa cannot serve heads that read
+    the root token). `adaptive` and `num_speculative_tokens`: None leaves the plugin's default.
+    """
 
     model: str
     heads: str | None
+    native_heads: str | None = None
     batch_sizes: tuple[int, ...] = (1,)
     max_tokens: int = 128
     temperature: float = 0.0
@@ -34,6 +39,7 @@ class Settings:
 
     def engine(self, peer: Peer) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` for this peer. Prefix caching is off: each round must do the same work."""
+        heads = (self.native_heads or self.heads) if peer.exports_heads else self.heads
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -43,7 +49,7 @@ class Settings:
             "enable_prefix_caching": False,
             "disable_log_stats": False,  # the counters of drafted tokens
             "seed": 0,
-            "speculative_config": speculative_config(peer, self.heads, self.num_speculative_tokens, self.adaptive),
+            "speculative_config": speculative_config(peer, heads, self.num_speculative_tokens, self.adaptive),
         }
 
     def sampling(self) -> dict[str, Any]:

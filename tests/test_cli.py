@@ -1,0 +1,45 @@
+"""The command line: its help tells the truth, and what users can mend is one message without a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_medusa.cli import app
+
+runner = CliRunner(env={"COLUMNS": "140", "NO_COLOR": "1"})
+
+
+def test_help_names_every_command() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert command.callback.__name__ in result.output
+
+
+@pytest.mark.parametrize("command", [c.callback.__name__ for c in app.registered_commands if c.callback])
+def test_each_command_has_help(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench", "--methods", "eagle"], "methods='eagle'"),
+        (["bench", "--batch-sizes", "1,0"], "batch-sizes='1,0'"),
+        (["bench", "--batch-sizes", "four"], "batch-sizes='four'"),
+        (["bench", "--data", "nothing.jsonl"], "nothing.jsonl"),
+        (["inspect", "--heads", "nothing"], "nothing"),
+    ],
+)
+def test_errors_are_readable(arguments: list[str], says: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_medusa.cli", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert result.returncode == 1
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
