@@ -9,39 +9,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from served import Server
 
 from vllm_medusa.bench.peers import shared_environment
 from vllm_medusa.defaults import default_model
 from vllm_medusa.errors import MedusaError
 
 START_SECONDS = 600  # generous: the machine may be busy and the model has to be compiled first
-
-
-@dataclass
-class Server:
-    """A running `vllm serve` and what it has logged."""
-
-    process: "subprocess.Popen[bytes]"
-    port: int
-    log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def family(self) -> list[psutil.Process]:
-        """The server's process and all its descendants."""
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-            return str(answer.read().decode())
 
 
 @pytest.fixture(scope="session")

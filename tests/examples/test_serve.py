@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Server
 from openai import OpenAI
+from served import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.server]
 
