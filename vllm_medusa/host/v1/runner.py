@@ -22,7 +22,7 @@ from vllm_medusa.host.commit import TreeKeyValues, find_moves
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.trees import DraftBook, StepTrees, lay_trees
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
-from vllm_medusa.proposer import MedusaProposer
+from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
 
 
@@ -207,9 +207,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
                 return drafts
             chosen = np.array(asking)
             hidden = sample_hidden_states[torch.from_numpy((trees.first_logit + _last_rows(walk))[chosen])]
-            roots = torch.tensor([sampled_token_ids[row][-1] for row in asking])
-            chains = np.array([self._needs_chain(row) for row in asking])
-            draft = self.drafter.propose(hidden, roots, chains)
+            draft = self._draft(asking, hidden, torch.tensor([sampled_token_ids[row][-1] for row in asking]))
             sizes = draft.sizes
             if self.drafter.settings.adaptive:
                 sizes = self.budget.share(draft.reach, draft.sizes, len(sampled_token_ids) - len(asking))
@@ -217,6 +215,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
                 entry = self.book.put(self.input_batch.req_ids[row], draft, position, int(sizes[position]))
                 drafts[row] = entry.tokens
         return drafts
+
+    def _draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
+        """Trees for the batch's `rows`, from their hidden rows [len(rows), H] and root tokens int64 [len(rows)]."""
+        return self.drafter.propose(hidden, roots, np.array([self._needs_chain(row) for row in rows]))
 
     def _wants_draft(self, row: int) -> bool:
         """Not when the next token is the request's last, and not under a thinking budget (the host counts drafts)."""

@@ -1,0 +1,86 @@
+"""Engines shared by the host tests: a tiny random Llama and SmolLM2, plain and with trees, side by side in-process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import MAX_LEN, VOCAB, Engine, Oracle, start
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose greedy answers wander instead of repeating one token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.35,
+        eos_token_id=VOCAB - 1,
+        bos_token_id=1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random heads of the tiny model's sizes: junk guesses, right shapes."""
+    from vllm_medusa.heads.checkpoint import save_heads
+    from vllm_medusa.heads.config import HeadsConfig
+    from vllm_medusa.heads.model import MedusaHeads
+
+    torch.manual_seed(11)
+    heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=1, hidden_size=128, vocab_size=VOCAB, root_conditioned=True))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("tiny-heads")
+    save_heads(heads, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Path) -> Engine:
+    """Plain vLLM on the tiny model."""
+    return start(tiny_model, max_model_len=MAX_LEN, block_size=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_medusa(tiny_model: Path, tiny_heads: Path) -> Engine:
+    """Trees of up to 128 nodes on the tiny model; nothing adaptive, so that tests decide what is drafted."""
+    return start(
+        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=32, medusa={"num_speculative_tokens": 128, "adaptive": False}
+    )
+
+
+@pytest.fixture
+def drafting() -> Iterator[Callable[[Oracle], Oracle]]:
+    """Let an oracle draft until the test ends."""
+    used: list[Any] = []
+
+    def use(oracle: Oracle) -> Oracle:
+        oracle.engine.runner._draft = oracle
+        used.append(oracle.engine.runner)
+        return oracle
+
+    yield use
+    for runner in used:
+        runner.__dict__.pop("_draft", None)
