@@ -41,7 +41,8 @@ def run_checks(console: Console, json_file: Path | None = None) -> bool:
         except Exception as error:  # noqa: BLE001 (a check that cannot run is a finding, not the end of the list)
             found = Check(check.__name__.lstrip("_"), BAD, f"{type(error).__name__}: {error}")
         findings.append(found)
-        console.print(f"{MARKS[found.state]} [bold]{found.subject}[/]: {escape(found.detail)}", highlight=False, soft_wrap=True)
+        line = f"{MARKS[found.state]} [bold]{found.subject}[/]: {escape(found.detail)}"
+        console.print(line, highlight=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(found) for found in findings], indent=2) + "\n", encoding="utf-8")
     return all(found.state != BAD for found in findings)

@@ -10,10 +10,16 @@ from rich.console import Console
 from vllm_medusa.bench.report import plot, table, write_json
 from vllm_medusa.bench.results import Results, common_prefix, measure
 
-CONTRACT = set(
-    """method dataset batch_size temperature prompts output_tokens seconds tokens_per_second steps mean_accepted_length
-    drafted_nodes_per_step overhead_share identical_to_none""".split()
-)
+CONTRACT = {
+    "method",
+    "dataset",
+    "batch_size",
+    "temperature",
+    "prompts",
+    "output_tokens",
+    "seconds",
+    "tokens_per_second",
+} | {"steps", "mean_accepted_length", "drafted_nodes_per_step", "overhead_share", "identical_to_none"}
 
 
 def measurement(seconds: float, outputs: list[list[int]], steps: int, report: dict[str, Any] | None) -> dict[str, Any]:
