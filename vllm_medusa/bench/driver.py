@@ -7,10 +7,12 @@ engine never outlives the bench that started it.
 
 import json
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 PROGRESS_SECONDS = 0.2
@@ -126,6 +128,15 @@ def _is_eager(config: Any) -> bool:
     return bool(config.model_config.enforce_eager)
 
 
+def _use_exported_heads(engine: dict[str, Any], folder: Path) -> None:
+    """Let vLLM's own Medusa load our heads, written in its format into `folder`."""
+    from vllm_medusa.bench.native import export_heads
+
+    speculative = engine["speculative_config"]
+    speculative["num_speculative_tokens"] = export_heads(speculative["model"], engine["model"], folder)
+    speculative["model"] = str(folder)
+
+
 def _commands(lines: TextIO) -> Iterator[dict[str, Any]]:
     for line in lines:
         yield json.loads(line)
@@ -143,13 +154,10 @@ def main() -> None:
         start = next(commands)
         began = time.perf_counter()
         say("stage", text="importing vLLM")
-        engine = start["engine"]
-        if start["export_heads"]:
-            from vllm_medusa.bench.native import export_heads
-
-            native = engine["speculative_config"]
-            native["model"], native["num_speculative_tokens"] = export_heads(native["model"], engine["model"])
-        driver = Driver(engine, say)
+        with tempfile.TemporaryDirectory(prefix="vllm-medusa-native-") as folder:  # needed until the heads are loaded
+            if start["export_heads"]:
+                _use_exported_heads(start["engine"], Path(folder))
+            driver = Driver(start["engine"], say)
         say("result", value={"start_seconds": time.perf_counter() - began, **driver.facts()})
         for command in commands:
             match command.pop("do"):

@@ -16,6 +16,7 @@ from vllm_medusa.errors import MedusaError
 
 Progress = Callable[[dict[str, Any]], None]
 STOP_SECONDS = 20.0
+ABORT_SECONDS = 2.0
 
 
 def _ignore(message: dict[str, Any]) -> None:
@@ -61,8 +62,8 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.stop(STOP_SECONDS if kind is None else ABORT_SECONDS)
 
     def wait_until_ready(self, progress: Progress = _ignore) -> "Engine":
         """Wait for the engine to be up; raises MedusaError with the cause when it does not come up."""
@@ -81,13 +82,13 @@ class Engine:
         self._send({"do": "decode", "tokens": list(tokens)})
         return list(self._result(_ignore))
 
-    def stop(self) -> None:
-        """Ask the engine to end, then make sure that nothing of it is left. Safe to call twice."""
+    def stop(self, patience: float = STOP_SECONDS) -> None:
+        """Ask the engine to end, after `patience` seconds end it, and leave nothing of it. Safe to call twice."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with suppress(BrokenPipeError):  # it may be gone already
                 self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):  # then it is killed
-            self._process.wait(timeout=STOP_SECONDS)
+            self._process.wait(timeout=patience)
         with suppress(ProcessLookupError):  # the usual case: the whole group has ended by itself
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,7 +1,6 @@
 """Our heads in the format of vLLM's own Medusa (up to 0.32), so that both serve the same weights."""
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from vllm_medusa.errors import MedusaError
 UNEMBEDDING_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
-def export_heads(heads: str, model: str) -> tuple[str, int]:
-    """Write the heads in vLLM's format into a temporary folder; returns the folder and the number of heads.
+def export_heads(heads: str, model: str, folder: Path) -> int:
+    """Write the heads in vLLM's format into `folder`; returns their number, the length of vLLM's chain.
 
     Raises:
         MedusaError: heads that vLLM cannot express (they read the root token), or a target whose unembedding we do
@@ -22,10 +21,9 @@ def export_heads(heads: str, model: str) -> tuple[str, int]:
     from vllm_medusa.heads.source import locate_heads
 
     loaded = load_heads(locate_heads(heads))
-    folder = Path(tempfile.mkdtemp(prefix="vllm-medusa-native-"))
     unembedding = target_unembedding(model) if loaded.config.unembedding == "target" else None
     save_vllm(loaded, folder, unembedding)
-    return str(folder), loaded.config.num_heads
+    return loaded.config.num_heads
 
 
 def target_unembedding(model: str) -> Any:
