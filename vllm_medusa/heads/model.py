@@ -107,6 +107,11 @@ class MedusaHeads(nn.Module):
             raise MedusaError("medusa: heads are not bound to a target; call bind(unembedding, embedding) first")
         return self._bound_unembedding
 
+    def embedding_rms(self) -> float:
+        """Root mean square of the bound embedding's entries."""
+        assert self._bound_embedding is not None, "bind root-conditioned heads first"
+        return float(self._bound_embedding.float().square().mean().sqrt())
+
     def states(self, hidden: Tensor, root_tokens: Tensor | None) -> Tensor:
         """Every head's row before its unembedding.
 

@@ -1,8 +1,8 @@
 """Self-distillation data: the target answers prompts through vLLM itself, and its hidden rows are kept.
 
 Medusa heads guess what *this* target says next, so they learn from its own answers (Cai et al. 2024, arXiv:2401.10774,
-section 2.3.2), with its chat template where there is one. Answers are made in shards; a shard that is finished carries a
-`done.json` and is never made again, so a killed run goes on where it stopped.
+section 2.3.2), with its chat template where there is one. Answers are made in shards; a shard that is finished carries
+a `done.json` and is never made again, so a killed run goes on where it stopped.
 """
 
 import json
@@ -81,16 +81,22 @@ def record_answers(
     *,
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts_done, tokens_done: None,
+    engine: "AnsweringEngine | None" = None,
 ) -> list[Path]:
     """Answer `prompts` in order, shard by shard, until they end or `max_tokens` answer tokens exist.
 
     Returns the finished stores (see hidden.py). Shards made by an earlier run with the same folder are kept.
+    `engine`: one to share between several calls; else one is started here when there is work for it.
     """
+    if engine is None:
+        with AnsweringEngine(model, options) as own:
+            return record_answers(
+                model, prompts, folder, options, max_tokens=max_tokens, on_progress=on_progress, engine=own
+            )
     ids = [row for row in render_prompts(model, prompts) if len(row) + options.max_new_tokens <= options.max_model_len]
     if not ids:
         fix = f"no prompt leaves room for {options.max_new_tokens} new tokens in {options.max_model_len}; raise it"
         raise MedusaError.of("max_model_len", options.max_model_len, fix)
-    llm: Any = None
     done, total = [], 0
     for first in range(0, len(ids), options.shard_size):
         if max_tokens is not None and total >= max_tokens:
@@ -98,31 +104,49 @@ def record_answers(
         shard = folder / f"shard-{first // options.shard_size:04d}"
         chosen = ids[first : first + options.shard_size]
         if not (shard / DONE).exists():
-            llm = llm or _start(model, options)
-            _record_shard(llm, chosen, shard, options, first)
+            _record_shard(engine.llm, chosen, shard, options, first)
         total += int(json.loads((shard / DONE).read_text())["tokens"])
         done.append(shard)
         on_progress(min(first + len(chosen), len(ids)), total)
     return done
 
 
-def _start(model: str, options: AnswerOptions) -> Any:
-    # Settings vLLM reads from the environment only. The user's own values win.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-    from vllm import LLM
+class AnsweringEngine:
+    """The target in vLLM with our recording worker: started by the first answer it is asked for, stopped on exit."""
 
-    return LLM(
-        model=model,
-        dtype=options.dtype,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.batch_size,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        seed=options.seed,
-        worker_cls=RECORDER,
-    )
+    def __init__(self, model: str, options: AnswerOptions) -> None:
+        self._model, self._options = model, options
+        self._llm: Any = None
+
+    def __enter__(self) -> "AnsweringEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()  # its memory is wanted for training
+            self._llm = None
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's LLM; the first use starts it, a minute or two."""
+        if self._llm is None:
+            # Settings vLLM reads from the environment only. The user's own values win.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
+            from vllm import LLM
+
+            self._llm = LLM(
+                model=self._model,
+                dtype=self._options.dtype,
+                max_model_len=self._options.max_model_len,
+                max_num_seqs=self._options.batch_size,
+                enable_prefix_caching=False,
+                async_scheduling=False,
+                seed=self._options.seed,
+                worker_cls=RECORDER,
+            )
+        return self._llm
 
 
 def _record_shard(llm: Any, ids: Sequence[list[int]], shard: Path, options: AnswerOptions, first: int) -> None:

@@ -1,0 +1,33 @@
+"""The two matrices of a target that heads share, read from its files without loading the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.storage import open_weights
+
+
+def read_target(folder: str | Path) -> tuple[Tensor, Tensor]:
+    """Unembedding and embedding, each [V, H], of the Hugging Face model in `folder`; one tensor twice if it ties them.
+
+    Raises:
+        MedusaError: no such folder, or weights without an embedding.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise MedusaError.of("model", str(folder), "no such folder; name the folder of a Hugging Face model")
+    weights = open_weights(folder)
+    unembedding = _named(weights.shapes, "lm_head.weight")
+    embedding = _named(weights.shapes, "embed_tokens.weight") or _named(weights.shapes, "wte.weight") or unembedding
+    if embedding is None:
+        fix = "its weights hold no embed_tokens or lm_head; name a decoder-only model"
+        raise MedusaError.of("model", str(folder), fix)
+    read = weights.read(embedding)
+    return (read if unembedding in (None, embedding) else weights.read(unembedding)), read
+
+
+def _named(names: dict[str, tuple[int, ...]], ending: str) -> str | None:
+    return next((name for name in names if name == ending or name.endswith("." + ending)), None)
