@@ -182,11 +182,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise MedusaError.of("heads", str(file.parent), f"holds no {CONFIG}; name a folder of heads") from None
     except (OSError, ValueError) as error:
-        raise MedusaError.of(
-            "heads", str(file), f"is not valid JSON ({error}); download or train the heads again"
-        ) from None
+        fix = f"is not valid JSON ({error}); download or train the heads again"
+        raise MedusaError.of(f"heads in {file.parent}", file.name, fix) from None
     if not isinstance(raw, dict):
-        raise MedusaError.of("heads", str(file), "must hold one JSON object")
+        raise MedusaError.of(f"heads in {file.parent}", file.name, "must hold one JSON object")
     return raw
 
 

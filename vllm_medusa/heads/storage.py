@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +90,11 @@ def _open_pickles(files: list[Path]) -> Weights:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             fix = "refused: it is damaged or wants to run code; convert it to safetensors where you trust it"
-            raise MedusaError.of("heads", str(file), fix) from None
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+            raise MedusaError.of(f"heads in {file.parent}", file.name, fix) from None
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, struct.error) as error:
             raise _damaged(file, error) from None
         if not isinstance(loaded, dict):
-            raise MedusaError.of("heads", str(file), "must hold a dictionary of tensors by name")
+            raise MedusaError.of(f"heads in {file.parent}", file.name, "must hold a dictionary of tensors by name")
         for name, tensor in loaded.items():
             if isinstance(tensor, Tensor):
                 tensors[str(name)], homes[str(name)] = tensor, file
@@ -102,4 +103,6 @@ def _open_pickles(files: list[Path]) -> Weights:
 
 def _damaged(file: Path, error: Exception) -> MedusaError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-    return MedusaError.of("heads", str(file), f"cannot be read ({reason}); download or train the heads again")
+    return MedusaError.of(
+        f"heads in {file.parent}", file.name, f"cannot be read ({reason}); download or train the heads again"
+    )
