@@ -19,7 +19,7 @@ SETTINGS_KEY = "medusa"  # where the settings travel to the workers: VllmConfig.
 
 
 def _strict_int(value: Any) -> Any:
-    if isinstance(value, bool) or isinstance(value, float | str):
+    if isinstance(value, bool | float | str):
         raise ValueError("must be a whole number")
     return value
 
@@ -174,7 +174,7 @@ def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaErro
     expected = {
         "model": "name the heads: a folder or a hub id",
         "num_speculative_tokens": f"give a whole number from 1 to {MAX_NODES}, the most nodes of a tree",
-        "tree": f"choose {', '.join(MODES)}, a preset, a list of Medusa choices such as [[0], [0, 0], [1]] or a .json file",
+        "tree": f"choose {', '.join(MODES)}, a preset, a list of choices such as [[0], [0, 0], [1]] or a .json file",
         "adaptive": "give true or false",
         "draft_vocab": "give true or false",
         "draft_sample_method": "this version drafts by 'greedy' only",

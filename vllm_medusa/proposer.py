@@ -60,7 +60,9 @@ class MedusaProposer:
         unembedding = embedding if unembedding is None else unembedding
         if unembedding is None or embedding is None:
             raise MedusaError.of(
-                "model", type(target_model).__name__, "the target has neither lm_head nor embed_tokens with plain weights"
+                "model",
+                type(target_model).__name__,
+                "the target has neither lm_head nor embed_tokens with plain weights",
             )
         heads = load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab)
         vocab = heads.config.vocab_size

@@ -49,7 +49,9 @@ def tiny_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vllm_medusa.heads.model import MedusaHeads
 
     torch.manual_seed(11)
-    heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=1, hidden_size=128, vocab_size=VOCAB, root_conditioned=True))
+    heads = MedusaHeads(
+        HeadsConfig(num_heads=4, num_layers=1, hidden_size=128, vocab_size=VOCAB, root_conditioned=True)
+    )
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     folder = tmp_path_factory.mktemp("tiny-heads")
@@ -67,7 +69,11 @@ def tiny(tiny_model: Path) -> Engine:
 def tiny_medusa(tiny_model: Path, tiny_heads: Path) -> Engine:
     """Trees of up to 128 nodes on the tiny model; nothing adaptive, so that tests decide what is drafted."""
     return start(
-        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=32, medusa={"num_speculative_tokens": 128, "adaptive": False}
+        tiny_model,
+        tiny_heads,
+        max_model_len=MAX_LEN,
+        block_size=32,
+        medusa={"num_speculative_tokens": 128, "adaptive": False},
     )
 
 

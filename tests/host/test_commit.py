@@ -48,7 +48,10 @@ def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment):
     step = steps_of(trees, contexts)
     # Blocks far apart and out of order, four to a request.
     tables = rng.permutation(np.arange(1, 1 + 8 * BATCH)).reshape(BATCH, 8)
-    slot_of = lambda request, position: int(tables[request][position // block_size]) * block_size + position % block_size  # noqa: E731
+
+    def slot_of(request: int, position: int) -> int:
+        return int(tables[request][position // block_size]) * block_size + position % block_size
+
     slots = torch.tensor([slot_of(r, contexts[r] + row) for r in range(BATCH) for row in range(27)])
     kept = TreeKeyValues(layers)
     heads, size = layers[0].num_kv_heads, layers[0].head_size
@@ -98,7 +101,11 @@ def test_a_cut_tree_is_a_prefix():
     tree = Tree((0, 0, 1, 2, 3))
     book = DraftBook()
     draft = TreeDraft(
-        np.array([[5, 6, 7, 8, 9]]), np.array([tree.parents]), np.array([tree.ranks]), np.ones((1, 5), np.float32), np.array([5])
+        np.array([[5, 6, 7, 8, 9]]),
+        np.array([tree.parents]),
+        np.array([tree.ranks]),
+        np.ones((1, 5), np.float32),
+        np.array([5]),
     )
     book.put("a", draft, 0, 5)
     assert book.get("a", [5, 6, 7]) is not None

@@ -13,7 +13,19 @@ from engines import MAX_LEN, random_prompts, start
 from vllm_medusa.host import compat
 
 
-@pytest.mark.parametrize("version, served", [("0.31.9", False), ("0.32.0", True), ("0.32.0+cpu", True), ("0.33.1", True), ("0.33.0rc1", True), ("0.34.0", False), ("abc", False), (None, False)])
+@pytest.mark.parametrize(
+    "version, served",
+    [
+        ("0.31.9", False),
+        ("0.32.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1", True),
+        ("0.33.0rc1", True),
+        ("0.34.0", False),
+        ("abc", False),
+        (None, False),
+    ],
+)
 def test_version_range(version, served):
     assert (compat.version_problem(version) is None) == served
 
@@ -53,17 +65,21 @@ def test_an_unknown_host_is_refused_only_when_asked(tiny_model, monkeypatch):
 import vllm
 vllm.__version__ = "0.99.0"
 from vllm.engine.arg_utils import EngineArgs
-plain = EngineArgs(model={str(tiny_model)!r}, skip_tokenizer_init=True).create_engine_config()
-ngram = EngineArgs(model={str(tiny_model)!r}, skip_tokenizer_init=True,
-    speculative_config={{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}).create_engine_config()
+def config(**speculative):
+    args = EngineArgs({str(tiny_model)!r}, skip_tokenizer_init=True, speculative_config=speculative or None)
+    return args.create_engine_config()
+config()
+ngram = config(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 assert ngram.speculative_config.method == "ngram"
 try:
-    EngineArgs(model={str(tiny_model)!r}, skip_tokenizer_init=True, speculative_config={{"method": "medusa", "model": "x"}}).create_engine_config()
+    config(method="medusa", model="x")
 except Exception as error:
     print(type(error).__name__, error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
-    assert "MedusaError medusa: this vLLM cannot run Medusa trees: vLLM 0.99.0 is not supported" in result.stdout, result.stderr[-2000:]
+    assert "MedusaError medusa: this vLLM cannot run Medusa trees: vLLM 0.99.0 is not supported" in result.stdout, (
+        result.stderr[-2000:]
+    )
 
 
 def test_other_methods_are_left_alone(tiny_model, tiny):
@@ -74,7 +90,9 @@ def test_other_methods_are_left_alone(tiny_model, tiny):
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     engine = start(
-        tiny_model, max_model_len=MAX_LEN, block_size=32,
+        tiny_model,
+        max_model_len=MAX_LEN,
+        block_size=32,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
     )
     assert type(engine.runner) is CPUModelRunner

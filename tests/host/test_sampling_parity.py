@@ -13,7 +13,13 @@ CASES = {
     "cool and seeded": {"temperature": 0.4, "seed": 6},
     "top-k and top-p": {"temperature": 1.2, "top_k": 12, "top_p": 0.8, "seed": 7},
     "min-p": {"temperature": 1.0, "min_p": 0.1, "seed": 8},
-    "penalties": {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "seed": 9},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "seed": 9,
+    },
     "negative penalties": {"temperature": 0, "presence_penalty": -1.0, "frequency_penalty": -0.6},
     "greedy with penalties": {"temperature": 0, "repetition_penalty": 1.4},
     "logit bias": {"temperature": 0, "logit_bias": {5: 4.0, 17: -8.0, 33: 6.0}},
@@ -71,7 +77,9 @@ def test_a_mixed_batch(tiny, tiny_medusa, drafting):
     """Greedy, seeded and penalised requests together, each as if alone."""
     from vllm import SamplingParams
 
-    kinds = [CASES[name] for name in ("seeded", "negative penalties", "top-k and top-p", "logit bias", "min tokens", "min-p")]
+    kinds = [
+        CASES[name] for name in ("seeded", "negative penalties", "top-k and top-p", "logit bias", "min tokens", "min-p")
+    ]
     params = [SamplingParams(max_tokens=30, **kinds[i % len(kinds)]) for i in range(len(PROMPTS))]
     truth, found = plain_and_trees(tiny, tiny_medusa, drafting, params)
     assert [list(c.token_ids) for c in found] == [list(c.token_ids) for c in truth]
@@ -98,7 +106,12 @@ def test_seeds_survive_partial_prefill(tiny_model, tiny_heads, tiny, drafting):
     from vllm import SamplingParams
 
     engine = start(
-        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=32, max_num_batched_tokens=32, max_num_seqs=4,
+        tiny_model,
+        tiny_heads,
+        max_model_len=MAX_LEN,
+        block_size=32,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
         medusa={"num_speculative_tokens": 6, "adaptive": False},
     )
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30)

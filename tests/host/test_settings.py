@@ -64,7 +64,10 @@ def test_a_tree_from_a_file(tmp_path, tiny_heads):
     assert settings.parents == [0, 1, 0] and settings.num_speculative_tokens == 3
 
 
-@pytest.mark.parametrize("tree, nodes, expected", [("chain", None, 4), ("chain", 2, 2), ("static", 8, 8), ("dynamic", 20, 20), ("dynamic", None, 16)])
+@pytest.mark.parametrize(
+    "tree, nodes, expected",
+    [("chain", None, 4), ("chain", 2, 2), ("static", 8, 8), ("dynamic", 20, 20), ("dynamic", None, 16)],
+)
 def test_number_of_nodes(tree, nodes, expected):
     config, _ = MedusaConfig.parse({"model": "x", "tree": tree, "num_speculative_tokens": nodes})
     settings = resolve(config, "h", num_heads=4, top_k=10, rank_accuracy=None, default_nodes=16)
@@ -74,10 +77,22 @@ def test_number_of_nodes(tree, nodes, expected):
 ENGINE_BAD = {
     "missing folder": (lambda heads, tmp: {"model": str(tmp / "nowhere")}, {}, "nowhere"),
     "unknown key": (lambda heads, tmp: {"model": str(heads), "trees": 1}, {}, "trees=1"),
-    "two ways to say it": (lambda heads, tmp: {"model": str(heads)}, {"spec_tokens": 3, "_twice": True}, "num_speculative_tokens"),
-    "tensor parallel": (lambda heads, tmp: {"model": str(heads)}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+    "two ways to say it": (
+        lambda heads, tmp: {"model": str(heads)},
+        {"spec_tokens": 3, "_twice": True},
+        "num_speculative_tokens",
+    ),
+    "tensor parallel": (
+        lambda heads, tmp: {"model": str(heads)},
+        {"tensor_parallel_size": 2},
+        "tensor_parallel_size=2",
+    ),
     "kv cache dtype": (lambda heads, tmp: {"model": str(heads)}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-    "own worker": (lambda heads, tmp: {"model": str(heads)}, {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls"),
+    "own worker": (
+        lambda heads, tmp: {"model": str(heads)},
+        {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        "worker_cls",
+    ),
 }
 
 
@@ -106,7 +121,9 @@ def test_heads_of_another_model_are_refused(tiny_model, tmp_path):
         folder = tmp_path / str(number)
         save_heads(MedusaHeads(HeadsConfig(num_heads=2, num_layers=1, hidden_size=hidden, vocab_size=vocab)), folder)
         args = EngineArgs(
-            model=str(tiny_model), skip_tokenizer_init=True, speculative_config={"method": "medusa", "model": str(folder)}
+            model=str(tiny_model),
+            skip_tokenizer_init=True,
+            speculative_config={"method": "medusa", "model": str(folder)},
         )
         with pytest.raises(MedusaError, match=named):
             args.create_engine_config()
@@ -116,7 +133,9 @@ def test_flags_do_the_same_as_the_dict(tiny_model, tiny_heads):
     from vllm.engine.arg_utils import EngineArgs
 
     common = {"model": str(tiny_model), "skip_tokenizer_init": True, "max_model_len": 256}
-    by_dict = EngineArgs(**common, speculative_config={"method": "medusa", "model": str(tiny_heads), "num_speculative_tokens": 9})
+    by_dict = EngineArgs(
+        **common, speculative_config={"method": "medusa", "model": str(tiny_heads), "num_speculative_tokens": 9}
+    )
     by_flag = EngineArgs(**common, spec_method="medusa", spec_model=str(tiny_heads), spec_tokens=9)
     configs = [args.create_engine_config() for args in (by_dict, by_flag, by_flag)]  # twice: nothing is used up
     assert configs[0].additional_config == configs[1].additional_config == configs[2].additional_config

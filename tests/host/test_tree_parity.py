@@ -33,7 +33,9 @@ def truth(tiny: Engine, prompts, greedy) -> list[list[int]]:
 
 def oracle_for(engine: Engine, prompts, truth, shape, seed=0) -> Oracle:
     """An oracle over the plain engine's answers."""
-    return Oracle(engine, {tuple(p): t for p, t in zip(prompts, truth, strict=True)}, shape, np.random.default_rng(seed))
+    return Oracle(
+        engine, {tuple(p): t for p, t in zip(prompts, truth, strict=True)}, shape, np.random.default_rng(seed)
+    )
 
 
 @pytest.mark.parametrize("nodes", SIZES)
@@ -70,62 +72,40 @@ def test_junk_heads_change_nothing(tiny_medusa, prompts, truth, greedy):
     assert tiny_medusa.tokens(prompts, greedy) == truth
 
 
-def test_junk_siblings_do_not_change_what_a_chain_accepts(tiny_medusa, drafting, prompts, truth, greedy):
-    """Step by step over 200 tokens: a chain, and the same chain among junk siblings."""
+def test_junk_siblings_do_not_change_what_a_chain_accepts(tiny_medusa, tiny, drafting, prompts):
+    """Step by step over 200 tokens: a chain, and the same chain among junk siblings, accept the same."""
     from vllm import SamplingParams
 
-    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     prompt = prompts[4]
-    answer = start_answer(tiny_medusa, prompt, long)
+    answer = tiny.tokens([prompt], params)[0]
     accepted = {}
-    for name, tree in (("chain", Tree.chain(4)), ("bush", Tree((0, 0, 0, 1, 1, 4, 4, 6, 6, 6)))):
-        chain_rows = (1, 2, 3, 4) if name == "chain" else (1, 4, 6, 8)
-        oracle = oracle_for(tiny_medusa, [prompt], [answer], lambda rng, tree=tree: tree)
-        oracle.plant = Planter(tree, chain_rows)
-        drafting(oracle)
-        tiny_medusa.runner.medusa_report(reset=True)
-        assert tiny_medusa.tokens([prompt], long) == [answer]
-        accepted[name] = oracle.plant.lengths(tiny_medusa)
+    for name, tree, rows in (
+        ("chain", Tree.chain(4), (1, 2, 3, 4)),
+        ("bush", Tree((0, 0, 0, 1, 1, 4, 4, 6, 6, 6)), (1, 4, 6, 8)),
+    ):
+        oracle = drafting(oracle_for(tiny_medusa, [prompt], [answer], lambda rng, tree=tree: tree))
+        oracle.plant = Planter(tiny_medusa, rows)
+        assert tiny_medusa.tokens([prompt], params) == [answer]
+        accepted[name] = oracle.plant.accepted
     assert accepted["chain"] == accepted["bush"]
-    assert sum(accepted["chain"]) > 50
-
-
-def start_answer(engine: Engine, prompt, params) -> list[int]:
-    """The plain answer, by the Medusa engine itself with nothing drafted."""
-    engine.runner._draft = lambda rows, hidden, roots: _nothing(len(rows))
-    try:
-        return engine.tokens([prompt], params)[0]
-    finally:
-        del engine.runner._draft
-
-
-def _nothing(count: int):
-    from vllm_medusa.proposer import TreeDraft
-
-    empty = np.zeros((count, 0), dtype=np.int64)
-    return TreeDraft(empty, empty, empty, empty.astype(np.float32), np.zeros(count, dtype=np.int64))
+    assert set(accepted["chain"]) == {0, 1, 2, 3, 4} and len(accepted["chain"]) > 50
 
 
 class Planter:
-    """Plants the truth on `chain_rows`, wrong from a depth that the step number decides; elsewhere junk."""
+    """Plants truth on `rows`, wrong from a depth that the step decides; the rest is junk. Notes what is accepted."""
 
-    def __init__(self, tree: Tree, chain_rows) -> None:
-        self.tree, self.chain_rows, self.step = tree, chain_rows, 0
+    def __init__(self, engine: Engine, rows: tuple[int, ...]) -> None:
+        self.engine, self.rows, self.accepted = engine, rows, []
 
-    def __call__(self, tree: Tree, truth) -> list[int]:
-        right = self.step % (len(self.chain_rows) + 1)
-        self.step += 1
-        junk = next(t for t in range(2, 150) if t not in truth[:6])
-        tokens = [junk] * self.tree.num_nodes
-        for depth, row in enumerate(self.chain_rows):
-            if depth < right and depth < len(truth):
-                tokens[row - 1] = truth[depth]
+    def __call__(self, tree: Tree, truth: list[int]) -> list[int]:
+        self.accepted.append(int(self.engine.runner.tree_sampler.walk.lengths[0]) - 1)
+        right = len(self.accepted) % (len(self.rows) + 1)
+        junk = next(token for token in range(2, 150) if token not in truth[:6])
+        tokens = [junk] * tree.num_nodes
+        for depth, row in enumerate(self.rows[: min(right, len(truth))]):
+            tokens[row - 1] = truth[depth]
         return tokens
-
-    @staticmethod
-    def lengths(engine: Engine) -> list[int]:
-        """Steps that accepted at least 1, 2, … tokens."""
-        return engine.runner.medusa_report()["accepted_by_depth"]
 
 
 @pytest.mark.parametrize("block_size", [32, 128])
@@ -134,7 +114,10 @@ def test_every_prompt_length_around_blocks(tiny_model, tiny_heads, tiny, draftin
     from vllm import SamplingParams
 
     engine = start(
-        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=block_size,
+        tiny_model,
+        tiny_heads,
+        max_model_len=MAX_LEN,
+        block_size=block_size,
         medusa={"num_speculative_tokens": 26, "adaptive": False},
     )
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -151,7 +134,12 @@ def test_every_prompt_length_around_blocks(tiny_model, tiny_heads, tiny, draftin
 def test_chunked_prefill_and_mixed_batches(tiny_model, tiny_heads, tiny, drafting, prompts, truth, greedy, budget):
     """Prompts are computed in pieces while other requests check trees, cut where the token budget ends."""
     engine = start(
-        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=32, max_num_batched_tokens=budget, max_num_seqs=5,
+        tiny_model,
+        tiny_heads,
+        max_model_len=MAX_LEN,
+        block_size=32,
+        max_num_batched_tokens=budget,
+        max_num_seqs=5,
         medusa={"num_speculative_tokens": 16, "adaptive": False},
     )
     drafting(oracle_for(engine, prompts, truth, lambda rng: random_tree(rng, 16)))
@@ -163,7 +151,11 @@ def test_prefix_caching_reads_committed_blocks(tiny_model, tiny_heads, tiny, dra
     from vllm import SamplingParams
 
     engine = start(
-        tiny_model, tiny_heads, max_model_len=MAX_LEN, block_size=32, enable_prefix_caching=True,
+        tiny_model,
+        tiny_heads,
+        max_model_len=MAX_LEN,
+        block_size=32,
+        enable_prefix_caching=True,
         medusa={"num_speculative_tokens": 26, "adaptive": False},
     )
     first = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -185,7 +177,11 @@ def test_preemption_and_the_length_limit(tiny_model, tiny_heads, tiny, drafting)
 
     limit = 96
     engine = start(
-        tiny_model, tiny_heads, max_model_len=limit, block_size=32, num_gpu_blocks_override=10,
+        tiny_model,
+        tiny_heads,
+        max_model_len=limit,
+        block_size=32,
+        num_gpu_blocks_override=10,
         medusa={"num_speculative_tokens": 12, "adaptive": False},
     )
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -12,7 +12,11 @@ def test_a_mixed_batch():
     """A prompt piece, a plain decode, a tree and a chain in one step."""
     book = DraftBook()
     tree = TreeDraft(
-        np.array([[11, 12, 13, 14]]), np.array([[0, 1, 0, 1]]), np.array([[0, 0, 1, 1]]), np.ones((1, 4), np.float32), np.array([4])
+        np.array([[11, 12, 13, 14]]),
+        np.array([[0, 1, 0, 1]]),
+        np.array([[0, 0, 1, 1]]),
+        np.ones((1, 4), np.float32),
+        np.array([4]),
     )
     book.put("tree", tree, 0, 4)
     names = ["prompt", "plain", "tree", "chain"]

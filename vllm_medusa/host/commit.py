@@ -1,4 +1,4 @@
-"""Commit by writing again: the accepted path's keys and values go to the slots that plain decoding would have filled."""
+"""Commit by writing again: the accepted path goes to the cache slots that plain decoding would have filled."""
 
 from __future__ import annotations
 

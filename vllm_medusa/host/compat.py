@@ -39,7 +39,11 @@ class Symbol:
 
 # Light ones: looked at in every process when the plugin loads.
 CONFIG_CONTRACT = (
-    Symbol("vllm.engine.arg_utils", "EngineArgs.create_speculative_config", ("target_model_config", "target_parallel_config")),
+    Symbol(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        ("target_model_config", "target_parallel_config"),
+    ),
     Symbol("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",)),
 )
 
@@ -47,7 +51,11 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 # Looked at in the worker before it builds its runner: these modules are heavy.
 RUNNER_CONTRACT = (
     Symbol(_RUNNER, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
-    Symbol(_RUNNER, "GPUModelRunner._build_attention_metadata", ("num_tokens", "num_reqs", "max_query_len", "slot_mappings")),
+    Symbol(
+        _RUNNER,
+        "GPUModelRunner._build_attention_metadata",
+        ("num_tokens", "num_reqs", "max_query_len", "slot_mappings"),
+    ),
     Symbol(_RUNNER, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
     Symbol(_RUNNER, "GPUModelRunner._bookkeeping_sync", ("scheduler_output", "sampler_output")),
     Symbol(_RUNNER, "GPUModelRunner.propose_draft_token_ids", ("sampled_token_ids", "sample_hidden_states")),
@@ -58,7 +66,11 @@ RUNNER_CONTRACT = (
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", ("logits", "sampling_metadata")),
     Symbol("vllm.v1.sample.sampler", "Sampler.greedy_sample", ("logits",)),
     Symbol("vllm.v1.sample.rejection_sampler", "RejectionSampler.parse_output", ("output_token_ids", "vocab_size")),
-    Symbol("vllm.v1.sample.metadata", "SamplingMetadata", ("generators", "output_token_ids", "spec_token_ids", "logitsprocs")),
+    Symbol(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        ("generators", "output_token_ids", "spec_token_ids", "logitsprocs"),
+    ),
     Symbol("vllm.v1.outputs", "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")),
     Symbol("vllm.v1.sample.logits_processor", "LogitsProcessors"),
     Symbol("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
@@ -76,8 +88,16 @@ CPU_CONTRACT = (
         "CPUAttentionBackendImpl.do_kv_cache_update",
         ("layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
-    Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata")),
-    Symbol("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "key_cache", "value_cache", "slot_mapping", "isa")),
+    Symbol(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata"),
+    ),
+    Symbol(
+        "vllm._custom_ops",
+        "cpu_attn_reshape_and_cache",
+        ("key", "value", "key_cache", "value_cache", "slot_mapping", "isa"),
+    ),
 )
 
 

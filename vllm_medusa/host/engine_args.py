@@ -103,7 +103,9 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
             "install the CPU build of vLLM (pip install 'vllm-medusa[cpu]')"
         )
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        raise MedusaError.of("VLLM_USE_V2_MODEL_RUNNER", "1", "this version works on Model Runner V1; unset it or set 0")
+        raise MedusaError.of(
+            "VLLM_USE_V2_MODEL_RUNNER", "1", "this version works on Model Runner V1; unset it or set 0"
+        )
     for key, value, usual in (
         ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
@@ -121,4 +123,6 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
         ("recurrent layers", model.is_hybrid or model.is_attention_free),
     ):
         if present:
-            raise MedusaError.of("model", model.model, f"a model with {what} cannot check trees; serve it without Medusa")
+            raise MedusaError.of(
+                "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
+            )

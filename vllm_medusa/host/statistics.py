@@ -27,11 +27,14 @@ class Statistics:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     examples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=32))
 
-    def count(self, trees: StepTrees, paths: Ints, tokens: Ints, lengths: Ints, counted: npt.NDArray[np.bool_]) -> None:
+    def count(
+        self, trees: StepTrees, roots: Ints, paths: Ints, tokens: Ints, lengths: Ints, counted: npt.NDArray[np.bool_]
+    ) -> None:
         """Add one decode step.
 
         Args:
             trees: the step's trees.
+            roots: int64 [R], root tokens.
             paths: int64 [R, D + 1], accepted rows, padded with -1.
             tokens: int64 [R, D + 1], emitted tokens, padded with -1.
             lengths: int64 [R], tokens emitted by each request.
@@ -49,9 +52,9 @@ class Statistics:
         for depth in range(deepest):
             self.accepted_by_depth[depth] += int((accepted > depth).sum())
         for row in np.flatnonzero(counted & (trees.sizes > 0))[:1]:
-            self._remember(trees, int(row), paths[row], tokens[row])
+            self._remember(trees, int(row), int(roots[row]), paths[row], tokens[row])
 
-    def _remember(self, trees: StepTrees, row: int, path: Ints, tokens: Ints) -> None:
+    def _remember(self, trees: StepTrees, row: int, root: int, path: Ints, tokens: Ints) -> None:
         entry, size = trees.drafts[row], int(trees.sizes[row])
         if entry is None:
             return
@@ -59,6 +62,7 @@ class Statistics:
             {
                 "request": trees.requests[row],
                 "context": int(trees.context[row]),
+                "root": root,
                 "tokens": trees.tokens[row, :size].tolist(),
                 "parents": trees.parents[row, :size].tolist(),
                 "ranks": entry.draft.ranks[entry.row, :size].tolist(),

@@ -29,6 +29,12 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         finally:
             cpu_worker.CPUModelRunner = original  # type: ignore[misc]
 
+    def compile_or_warm_up_model(self) -> Any:
+        """The host's warm-up, then a short measurement: what a step costs by its tokens."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.measure_step_cost()  # type: ignore[attr-defined]
+        return times
+
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Figures since the last reset; call it by `llm.collective_rpc("medusa_report")`."""
         report: dict[str, Any] = self.model_runner.medusa_report(reset)  # type: ignore[attr-defined]

@@ -25,6 +25,8 @@ from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
 
+WARM_UP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
+
 
 class MedusaCPUModelRunner(CPUModelRunner):
     """The host's runner, with four seams filled in, in the order of a step.
@@ -71,6 +73,26 @@ class MedusaCPUModelRunner(CPUModelRunner):
             kind(self.vllm_config, self.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
         )
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
+
+    def measure_step_cost(self) -> None:
+        """Seed the cost model with the target's forward pass and unembedding at a few step sizes, a second or two.
+
+        Attention and bookkeeping are missing from these times, so sizes that were never served look a little too
+        cheap: they are tried once and then known.
+        """
+        if not self.drafter.settings.adaptive:
+            return
+        most = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens), WARM_UP_SIZES[-1])
+        for size in [size for size in WARM_UP_SIZES if size <= most]:
+            best = min(self._time_forward(size) for _ in range(4))
+            self.cost.observe(size, best)
+
+    @torch.inference_mode()
+    def _time_forward(self, tokens: int) -> float:
+        began = time.perf_counter()
+        hidden, _ = self._dummy_run(tokens)
+        self.model.compute_logits(hidden[:tokens])
+        return time.perf_counter() - began
 
     # Forward ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +167,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         with self._stage("commit"):
             self._commit(trees, paths)
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
-        self.statistics.count(trees, paths, walk.tokens.numpy(), walk.lengths.numpy(), decoding)
+        roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
+        self.statistics.count(trees, roots, paths, walk.tokens.numpy(), walk.lengths.numpy(), decoding)
         return output
 
     def _commit(self, trees: StepTrees, paths: npt.NDArray[np.int64]) -> None:
