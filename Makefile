@@ -15,7 +15,7 @@ help:
 	@echo "make test        all tests, under twenty minutes"
 	@echo "make check       ruff, mypy, import boundaries"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA)"
-	@echo "make heads       train the bundled heads again from DATA=$(DATA)"
+	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA)"
 	@echo "make clean       remove caches and build output, keep $(VENV)"
 
 venv: $(STAMP)
@@ -63,7 +63,8 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 heads: $(STAMP)
-	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl $(ARGS)
+	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl --out out/smollm2-135m-instruct \
+	  --base-model HuggingFaceTB/SmolLM2-135M-Instruct $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/vllm-medusa bench $(foreach set,mt_bench humaneval gsm8k,--data $(DATA)/$(set).jsonl) \

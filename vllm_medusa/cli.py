@@ -1,13 +1,16 @@
 """The `vllm-medusa` command: thin, every command is a few lines over the module that does the work."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from vllm_medusa.defaults import default_model, resolve
 from vllm_medusa.errors import MedusaError
 
 app = typer.Typer(
@@ -25,7 +28,9 @@ HeadsOption = Annotated[
     str | None, typer.Option(help="Medusa heads: a folder. Default: the bundled ones for SmolLM2-135M-Instruct.")
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", metavar="FILE")]
-DtypeOption = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="Number format; auto: the model's own.")
+]
 VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what vLLM logs.")]
 
 
@@ -35,14 +40,9 @@ def readable_errors() -> Iterator[None]:
     try:
         yield
     except MedusaError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        message = f"[bold red]error:[/] {escape(str(error))}"
+        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
         raise typer.Exit(1) from error
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 @app.command()
@@ -59,7 +59,6 @@ def demo(
     from vllm_medusa.bench.demo import run_demo
     from vllm_medusa.bench.report import write_json
     from vllm_medusa.bench.run import Settings
-    from vllm_medusa.defaults import resolve
 
     with readable_errors():
         chosen = resolve(model, heads)
@@ -111,7 +110,6 @@ def bench(
     from vllm_medusa.bench.prompts import read_datasets
     from vllm_medusa.bench.report import plot, table, write_json
     from vllm_medusa.bench.run import Settings, run_bench
-    from vllm_medusa.defaults import resolve
 
     console = Console()
     with readable_errors():
@@ -140,6 +138,61 @@ def bench(
             write_json(results, json_file)
         if plot_file is not None:
             plot(results, plot_file)
+
+
+@app.command()
+def train(
+    prompts: Annotated[Path, typer.Option(help="A .jsonl file with `prompt` or `turns` per line.")],
+    out: Annotated[Path, typer.Option(help="Folder of the heads, written at the end.")],
+    model: ModelOption = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Where recorded rows are kept, so that a killed run goes on. Default: beside OUT."),
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="The target's public name, for the card.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 900_000,
+    held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
+    num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
+    num_layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks per head.")] = 2,
+    root_conditioned: Annotated[
+        bool,
+        typer.Option(
+            "--root-conditioned/--plain", help="Heads also read the root token; plain ones serve elsewhere too."
+        ),
+    ] = True,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
+    ] = 8192,
+    epochs: Annotated[int, typer.Option(min=1)] = 4,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    seed: Annotated[int, typer.Option()] = 0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Make heads for a model: it answers the prompts, heads learn from its hidden rows and are calibrated."""
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_medusa.training.data import AnswerOptions
+    from vllm_medusa.training.loop import LoopOptions
+    from vllm_medusa.training.run import TrainOptions
+    from vllm_medusa.training.run import train as run_training
+
+    with readable_errors():
+        options = TrainOptions(
+            model=model or default_model(),
+            prompts=prompts,
+            out=out,
+            work=work,
+            base_model=base_model,
+            held_out=held_out,
+            max_tokens=max_tokens,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            root_conditioned=root_conditioned,
+            draft_vocab_size=draft_vocab_size or None,
+            answers=AnswerOptions(seed=seed),
+            loop=LoopOptions(epochs=epochs, learning_rate=learning_rate, seed=seed),
+        )
+        run_training(options, Console())
 
 
 @app.command()

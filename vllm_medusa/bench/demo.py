@@ -61,7 +61,8 @@ def draw_step(example: dict[str, Any], engine: Engine) -> Any:
     from vllm_medusa.tree.topology import Tree
 
     tree = Tree(tuple(example["parents"]), tuple(example["ranks"]))
-    labels = engine.decode([example["root"], *example["tokens"]])
+    root = example.get("root")
+    labels = [*(["root"] if root is None else engine.decode([root])), *engine.decode(example["tokens"])]
     accepted = [row for row in example["accepted_rows"] if row > 0]
     return draw(tree, labels, accepted=accepted, reach=example["reach"])
 

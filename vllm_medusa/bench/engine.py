@@ -17,6 +17,7 @@ from vllm_medusa.errors import MedusaError
 Progress = Callable[[dict[str, Any]], None]
 STOP_SECONDS = 20.0
 ABORT_SECONDS = 2.0
+CORE_FAILED = "Engine core"  # what vLLM's front end says when the cause was raised in another process
 
 
 def _ignore(message: dict[str, Any]) -> None:
@@ -110,14 +111,16 @@ class Engine:
             if message["event"] == "result":
                 return message["value"]
             if message["event"] == "error":
+                if message["kind"] == MedusaError.__name__:  # already one readable sentence
+                    raise MedusaError(message["message"])
                 raise self._failure(f"{message['kind']}: {message['message']}")
             progress(message)
-        raise self._failure("its process ended without a word")
+        raise self._failure(f"{CORE_FAILED} and front end ended without a word")
 
     def _failure(self, reason: str) -> MedusaError:
         self._failed = True
-        cause = root_cause(self._log.read_text(errors="replace")) or reason
-        return MedusaError(f"The {self.name!r} engine failed. {cause}\n(vLLM's whole log: {self._log})")
+        cause = root_cause(self._log.read_text(errors="replace")) if CORE_FAILED in reason else None
+        return MedusaError(f"The {self.name!r} engine failed. {cause or reason}\n(vLLM's whole log: {self._log})")
 
 
 def root_cause(log: str) -> str | None:
