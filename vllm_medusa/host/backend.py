@@ -150,7 +150,7 @@ def attach_trees(
         "layout": layout,
     }
     others = None if everything else _host_part(metadata, ~which, builder, common)
-    metadata.trees = TreeRows(None if everything else rows, inputs, kept, others)  # type: ignore[attr-defined]
+    metadata.trees = TreeRows(None if everything else rows, inputs, kept, others)
 
 
 def _host_part(

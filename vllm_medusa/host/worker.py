@@ -23,19 +23,19 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         from vllm_medusa.host.v1.runner import MedusaCPUModelRunner
 
         original = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = MedusaCPUModelRunner  # type: ignore[misc]
+        cpu_worker.CPUModelRunner = MedusaCPUModelRunner
         try:
             super().init_device()
         finally:
-            cpu_worker.CPUModelRunner = original  # type: ignore[misc]
+            cpu_worker.CPUModelRunner = original
 
     def compile_or_warm_up_model(self) -> Any:
         """The host's warm-up, then a short measurement: what a step costs by its tokens."""
         times = super().compile_or_warm_up_model()
-        self.model_runner.measure_step_cost()  # type: ignore[attr-defined]
+        self.model_runner.measure_step_cost()
         return times
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Figures since the last reset; call it by `llm.collective_rpc("medusa_report")`."""
-        report: dict[str, Any] = self.model_runner.medusa_report(reset)  # type: ignore[attr-defined]
+        report: dict[str, Any] = self.model_runner.medusa_report(reset)
         return report
