@@ -92,15 +92,15 @@ class Step:
             seed,
         )
 
-    def store(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(key cache, value cache, block table): every request's tokens in shuffled blocks; unused slots hold NaN."""
+    def store(self, unused: float = torch.nan) -> tuple[Tensor, Tensor, Tensor]:
+        """(key cache, value cache, block table): every request's tokens in shuffled blocks; what unused slots hold."""
         dtype, (_, kv_heads, head_size) = self.query.dtype, self.keys[0].shape
         counts = [-(-len(keys) // self.block_size) for keys in self.keys]
         generator = torch.Generator().manual_seed(self.seed + 1)
         free = torch.randperm(sum(counts) + 3, generator=generator)
-        cache = torch.full((len(free), kv_heads, 2 * self.block_size, head_size), torch.nan, dtype=dtype)
+        cache = torch.full((len(free), kv_heads, 2 * self.block_size, head_size), unused, dtype=dtype)
         key_cache, value_cache = cache.chunk(2, dim=2)
-        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        table = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32)  # stale entries are not looked at
         for request, count in enumerate(counts):
             blocks, free = free[:count], free[count:]
             table[request, :count] = blocks
