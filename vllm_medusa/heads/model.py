@@ -78,14 +78,19 @@ class MedusaHeads(nn.Module):
         """Tie the heads to a target.
 
         Args:
-            unembedding: [V, H], the target's lm_head. Shared as it is, or its rows `token_map` copied once.
-            embedding: [V, H], the target's token embedding, shared (read by root-conditioned heads only).
+            unembedding: [V, H], the target's lm_head. Shared as it is, or its rows `token_map` copied once. Rows
+                beyond V (padding of the target's vocabulary) are left out.
+            embedding: [V, H], the target's token embedding, shared (read by root-conditioned heads only); likewise.
+
+        Raises:
+            MedusaError: a target of other sizes.
         """
         config = self.config
         for name, weight in (("lm_head", unembedding), ("embedding", embedding)):
-            if tuple(weight.shape) != (config.vocab_size, config.hidden_size):
+            if weight.shape[0] < config.vocab_size or weight.shape[1] != config.hidden_size:
                 wanted = f"the heads need [{config.vocab_size}, {config.hidden_size}]; use heads made for this target"
                 raise MedusaError.of(f"{name} of the target", list(weight.shape), wanted)
+        unembedding, embedding = unembedding[: config.vocab_size], embedding[: config.vocab_size]
         if self.unembedding is not None:
             self._bound_unembedding = self.unembedding.data
         else:

@@ -1,0 +1,108 @@
+"""Accepted lengths without an engine: replay recorded greedy answers and count what each kind of tree would have saved.
+
+Greedy verification accepts exactly the nodes that spell the answer, so the answer itself is enough. A step starts at
+some row of the answer, emits the accepted path and the bonus token, and the next step starts behind them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.calibrate import Guesses, fit_temperatures, guess, rank_accuracy
+from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.tree.growth import grow_dynamic, grow_static
+from vllm_medusa.tree.topology import Tree
+
+Ints = npt.NDArray[np.int64]
+STATIC_SIZES, DYNAMIC_SIZES = (8, 16, 63), (8, 16, 63)
+_BATCH = 512
+
+
+def replay(
+    heads: MedusaHeads,
+    rows: HiddenRows,
+    *,
+    temperatures: list[float] | None = None,
+    accuracy: list[list[float]] | None = None,
+    static_sizes: Sequence[int] = STATIC_SIZES,
+    dynamic_sizes: Sequence[int] = DYNAMIC_SIZES,
+) -> dict[str, float]:
+    """Mean accepted length (tokens per step, the bonus token counted) of each kind of tree.
+
+    Args:
+        heads: bound to the target that gave the answers.
+        rows: every row of the answers, greedy.
+        temperatures: [K]; those of the heads' calibration, else fitted on these rows.
+        accuracy: [K][R] for static trees; likewise.
+
+    Returns:
+        {"chain": 1.6, "static-8": 1.9, …, "dynamic-63": 2.4}.
+    """
+    calibration, top_k = heads.config.calibration, heads.config.top_k
+    if temperatures is None:
+        temperatures = calibration.temperatures if calibration is not None else fit_temperatures(heads, rows, top_k)
+    guesses = guess(heads, rows, top_k, temperatures)
+    if accuracy is None:
+        accuracy = calibration.rank_accuracy if calibration is not None else rank_accuracy(guesses)
+    answers = rows.sequences.astype(np.int64)
+    lengths = {"chain": _length(accepted_by_fixed(Tree.chain(heads.config.num_heads), guesses), answers)}
+    for size in static_sizes:
+        lengths[f"static-{size}"] = _length(accepted_by_fixed(grow_static(accuracy, size), guesses), answers)
+    for size in dynamic_sizes:
+        lengths[f"dynamic-{size}"] = _length(accepted_by_dynamic(size, guesses), answers)
+    return {name: round(length, 4) for name, length in lengths.items()}
+
+
+def accepted_by_fixed(tree: Tree, guesses: Guesses) -> Ints:
+    """Nodes that would be accepted were a step to start at each row, int64 [n], for one tree drafted everywhere."""
+    n = guesses.hits.shape[0]
+    parents = np.broadcast_to(np.array(tree.parents, dtype=np.int64), (n, tree.num_nodes))
+    ranks = np.broadcast_to(np.array(tree.ranks, dtype=np.int64), parents.shape)
+    depths = np.broadcast_to(np.array(tree.depths[1:], dtype=np.int64), parents.shape)
+    return _deepest_right(guesses, parents, ranks, depths)
+
+
+def accepted_by_dynamic(num_nodes: int, guesses: Guesses) -> Ints:
+    """The same for a tree grown at each row from its own probabilities."""
+    counts = []
+    for first in range(0, len(guesses.probabilities), _BATCH):
+        grown = grow_dynamic(torch.from_numpy(guesses.probabilities[first : first + _BATCH]), num_nodes)
+        parents, ranks, depths = grown.parents.numpy(), grown.ranks.numpy(), grown.depths.numpy()
+        counts.append(_deepest_right(guesses, parents, ranks, depths, first))
+    return np.concatenate(counts)
+
+
+def _deepest_right(guesses: Guesses, parents: Ints, ranks: Ints, depths: Ints, first: int = 0) -> Ints:
+    """Depth of the deepest node whose whole path is right, per row of parents/ranks/depths [n, N]; padding never is."""
+    n, num_nodes = parents.shape
+    every = np.arange(n)
+    hits = guesses.hits[first : first + n]
+    right = hits[every[:, None], np.maximum(depths - 1, 0), np.maximum(ranks, 0)] & (parents >= 0)
+    alive = np.concatenate([np.ones((n, 1), dtype=bool), np.zeros((n, num_nodes), dtype=bool)], axis=1)
+    for node in range(num_nodes):  # parents first, so one pass settles every path
+        alive[:, node + 1] = right[:, node] & alive[every, np.maximum(parents[:, node], 0)]
+    return np.where(alive[:, 1:], depths, 0).max(axis=1).astype(np.int64)
+
+
+def _length(accepted: Ints, answers: Ints) -> float:
+    """Tokens per step over all answers: walk each one, jumping over what its steps emit.
+
+    The first token of an answer comes from prefill, not from a step. What a step emits past the answer's end is lost.
+    """
+    steps = emitted = 0
+    n = len(accepted)
+    row = 0
+    while row < n - 1:
+        if answers[row + 1] != answers[row]:  # last row of an answer: nothing left to say
+            row += 1
+            continue
+        jump = 1
+        while jump <= accepted[row] and row + jump + 1 < n and answers[row + jump + 1] == answers[row]:
+            jump += 1
+        steps += 1
+        emitted += jump
+        row += jump
+    return emitted / max(steps, 1)
