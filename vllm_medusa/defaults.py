@@ -1,11 +1,15 @@
 """Which model and heads a command works on: what the user named, else SmolLM2-135M-Instruct and its bundled heads."""
 
 import os
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from vllm_medusa.errors import MedusaError
+
 MODEL_VARIABLE = "VLLM_MEDUSA_MODEL"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,14 @@ def resolve(model: str | None, heads: str | None, *, need_heads: bool = True) ->
     """
     if need_heads and heads is None:
         heads = str(bundled_heads())
-    return Chosen(model or default_model(), heads if need_heads else None)
+    return Chosen(_checked(model) if model else default_model(), heads if need_heads else None)
 
 
 def default_model() -> str:
     """The folder that VLLM_MEDUSA_MODEL names, else the cached SmolLM2-135M-Instruct, fetched when it is not there."""
     named = os.environ.get(MODEL_VARIABLE)
     if named:
-        return named
+        return _checked(named, MODEL_VARIABLE)
     from vllm_medusa.smollm2 import ensure_smollm2
 
     return str(ensure_smollm2())
@@ -40,3 +44,12 @@ def default_model() -> str:
 def bundled_heads() -> Path:
     """The heads for SmolLM2-135M-Instruct that ship inside the package."""
     return Path(str(resources.files("vllm_medusa") / "assets" / "smollm2-135m-instruct"))
+
+
+def _checked(model: str, key: str = "model") -> str:
+    """A folder or a hub id; what is neither is refused here, in one sentence, before any engine starts."""
+    if Path(model).expanduser().is_dir():
+        return str(Path(model).expanduser())
+    if HUB_ID.fullmatch(model):
+        return model
+    raise MedusaError.of(key, model, "no such folder; name a folder with config.json and weights, or a hub id")
