@@ -1,0 +1,97 @@
+// Elements of a cache as floats, and vectors of 16 floats by GCC's vector types: any CPU, at the width it has.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && \
+    defined(__AVX512BF16__)
+#define MEDUSA_AMX 1
+#include <immintrin.h>
+#endif
+
+namespace medusa {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+inline void narrow(float x, float& y) { y = x; }
+inline void narrow(float x, BFloat16& y) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) {
+    y.bits = 0x7fc0;
+  } else {
+    y.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+  }
+}
+#ifdef __FLT16_MAX__
+inline float widen(_Float16 x) { return float(x); }
+inline void narrow(float x, _Float16& y) { y = _Float16(x); }
+#endif
+
+typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float sum(Vec x) {
+  float s = 0;
+  for (int i = 0; i < 16; ++i) s += x[i];
+  return s;
+}
+inline float largest(Vec x) {
+  float m = x[0];
+  for (int i = 1; i < 16; ++i) m = std::max(m, x[i]);
+  return m;
+}
+
+// e^x for x <= 88, 0 below -87: range reduction by ln 2 in two parts, then a polynomial (Cephes expf).
+inline Vec exponential(Vec x) {
+  const Vec low = broadcast(-87.0f);
+  const Vec clamped = x > low ? x : low;
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  Vec n = clamped * 1.44269504088896341f + magic;
+  n = n - magic;
+  Vec f = clamped - n * 0.693359375f;
+  f = f - n * -2.12194440e-4f;
+  Vec p = broadcast(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  const IntVec power = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  const Vec y = p * (Vec)power;
+  return x > low ? y : Vec{};
+}
+
+// tanh, to full float32 precision near zero too (Cephes tanhf).
+inline Vec hyperbolic_tangent(Vec x) {
+  const Vec size = x < 0.0f ? -x : x;
+  const Vec square = x * x;
+  Vec p = broadcast(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Vec near = p * square * x + x;
+  const Vec bounded = size > 20.0f ? broadcast(20.0f) : size;
+  const Vec far = 1.0f - 2.0f / (exponential(bounded * 2.0f) + 1.0f);
+  return size < 0.625f ? near : (x < 0.0f ? -far : far);
+}
+
+}  // namespace medusa

@@ -1,0 +1,234 @@
+"""The compiled kernel: built on first use, by the compiler that vLLM's CPU path needs too, and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.attention.inputs import TreeInputs
+from vllm_medusa.attention.layout import KeyLayout
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_BUILD_SECONDS = 300
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_Address, _Number, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Step(ctypes.Structure):
+    """`MedusaStep` of kernel/step.h, field by field."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Number) for name in ("requests", "words", "block_size", "table_width", "window")),
+        *((name, _Address) for name in ("table", "contexts", "starts", "depths", "ancestors", "visible")),
+        *((name, _Address) for name in ("key_token", "key_dim", "value_token", "value_dim")),
+        *((name, _Number) for name in ("key_run", "value_run", "dtype", "heads", "kv_heads", "dim", "amx")),
+        *((name, _Float) for name in ("scale", "softcap")),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """`MedusaLayer` of kernel/step.h, field by field."""
+
+    _fields_: ClassVar[Any] = [
+        *(("query", _Address), ("query_row", _Number), ("query_head", _Number)),
+        *(("keys", _Address), ("key_block", _Number), ("key_head", _Number)),
+        *(("values", _Address), ("value_block", _Number), ("value_head", _Number)),
+        *(("out", _Address), ("out_row", _Number), ("out_head", _Number)),
+    ]
+
+
+class _Places(NamedTuple):
+    """A layout as the kernel reads it: place(token, dim) = token part + dim part.
+
+    Attributes:
+        layout: kept alive, since places are remembered by its identity.
+        parts: int32, for keys and for values each the token parts [block] and the dim parts [D].
+        key_run: a tile's tokens stand next to each other in the keys.
+        value_run: a token's dims stand next to each other in the values.
+        amx: packed as AMX multiplies it.
+    """
+
+    layout: KeyLayout
+    parts: tuple[Tensor, Tensor, Tensor, Tensor]
+    key_run: bool
+    value_run: bool
+    amx: bool
+
+
+class Kernel:
+    """The compiled kernel of this machine."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """`library`: what `load_kernel` built."""
+        self._prepare = library.medusa_prepare
+        self._attend = library.medusa_attend
+        self._prepare.restype = self._attend.restype = None
+        library.medusa_has_amx.restype = library.medusa_has_float16.restype = _Number
+        self.has_amx = bool(library.medusa_has_amx())
+        self._has_float16 = bool(library.medusa_has_float16())
+        self._known: dict[int, _Places] = {}
+
+    def supports(self, dtype: torch.dtype, layout: KeyLayout) -> bool:
+        """Whether it reads caches of this dtype and packing: separable, blocks of 16 tokens or a multiple."""
+        known = dtype in _DTYPES and (dtype != torch.float16 or self._has_float16)
+        return known and layout.separable and layout.block_size % 16 == 0
+
+    def plan(self, inputs: TreeInputs, amx: bool = True) -> KernelPlan:
+        """Prepare a step; `amx=False` keeps to the portable way even where AMX could be used."""
+        return KernelPlan(self, inputs, amx and self.has_amx)
+
+    def _places(self, layout: KeyLayout) -> _Places:
+        known = self._known.get(id(layout))
+        if known is None:
+            known = self._known[id(layout)] = _read(layout)
+        return known
+
+
+class KernelPlan:
+    """One step, ready to run for every layer; what the C side points to is kept alive here."""
+
+    def __init__(self, kernel: Kernel, inputs: TreeInputs, amx: bool) -> None:
+        """See `Kernel.plan`."""
+        places = kernel._places(inputs.layout)
+        self._amx = amx and places.amx
+        self._attend = kernel._attend
+        rows, words = inputs.ancestors.shape
+        table = _dense(inputs.block_table, torch.int32)
+        arrays = [
+            table,
+            _dense(inputs.context_lens, torch.int64),
+            _dense(inputs.query_start_loc, torch.int64),
+            _dense(inputs.depths, torch.int64),
+            _dense(inputs.ancestors.view(torch.int64), torch.int64),
+            torch.empty(rows, words + 1, dtype=torch.int64),
+            *places.parts,
+        ]
+        self._alive = arrays, places
+        step = _Step(
+            *(table.shape[0], words, inputs.layout.block_size, table.shape[1], inputs.sliding_window),
+            *(array.data_ptr() for array in arrays),
+            *(places.key_run, places.value_run),
+        )
+        step.dim, step.scale, step.softcap = inputs.layout.head_dim, inputs.scale, inputs.softcap
+        self._step, self._layer = step, _Layer()
+        self._arguments = ctypes.byref(self._step), ctypes.byref(self._layer)
+        kernel._prepare(self._arguments[0])
+
+    def run(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
+        """Fill `out`; arguments as of `TreeAttentionPlan.run`, the last dimension dense in each."""
+        step, layer = self._step, self._layer
+        dtype = query.dtype
+        assert dtype == key_cache.dtype == value_cache.dtype == out.dtype
+        step.dtype, step.heads, step.kv_heads = _DTYPES[dtype], query.shape[1], key_cache.shape[1]
+        step.amx = self._amx and dtype == torch.bfloat16
+        layer.query, layer.keys = query.data_ptr(), key_cache.data_ptr()
+        layer.values, layer.out = value_cache.data_ptr(), out.data_ptr()
+        layer.query_row, layer.query_head, query_dense = query.stride()
+        layer.out_row, layer.out_head, out_dense = out.stride()
+        layer.key_block, layer.key_head, _, key_dense = key_cache.stride()
+        layer.value_block, layer.value_head, _, value_dense = value_cache.stride()
+        assert query_dense == out_dense == key_dense == value_dense == 1
+        self._attend(*self._arguments)
+
+
+@lru_cache(maxsize=1)
+def load_kernel() -> Kernel | None:
+    """The compiled kernel, built if this machine has none yet (a few seconds); None, said once in the log, if it
+    cannot be built.
+
+    Builds go to torch's folder for extensions (TORCH_EXTENSIONS_DIR, or the user's cache), named by everything that
+    they depend on, and appear there at once and whole: processes that start together do not disturb each other.
+    """
+    try:
+        return Kernel(ctypes.CDLL(str(_build())))
+    except FileNotFoundError:
+        reason = "there is no C++ compiler; install g++ or name one in CXX"
+    except subprocess.CalledProcessError as error:
+        reason = f"the C++ compiler failed: {error.stderr.strip()[-800:]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    logger.warning("Tree attention runs without its compiled kernel, slower on long texts: %s", reason)
+    return None
+
+
+def _build() -> Path:
+    """Path of the built library. Torch is imported above: its OpenMP runtime is there already, and becomes ours."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++"))), None)
+    if compiler is None:
+        raise FileNotFoundError("g++")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    key = hashlib.sha256("\0".join([compiler, version, *_FLAGS, _processor()]).encode())
+    for file in (_SOURCE, *sorted(_SOURCE.with_name("kernel").glob("*.h"))):
+        key.update(file.read_bytes())
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
+    library = folder / f"cpu_kernel_{key.hexdigest()[:20]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        unfinished = Path(place) / library.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished)]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
+        unfinished.replace(library)
+    return library
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _read(layout: KeyLayout) -> _Places:
+    parts = []
+    for places in (layout.keys, layout.values):
+        parts += [places[:, 0], places[0] - places[0, 0]]
+    block_size = layout.block_size
+    tile = 32 if block_size % 32 == 0 else 16
+    key_tokens = layout.keys[:, 0].view(-1, tile)
+    return _Places(
+        layout,
+        tuple(part.to(torch.int32).contiguous() for part in parts),  # type: ignore[arg-type]
+        key_run=bool((key_tokens.diff(dim=1) == 1).all()),
+        value_run=bool((layout.values[0].diff() == 1).all()),
+        amx=_is_packed_for_amx(layout),
+    )
+
+
+def _is_packed_for_amx(layout: KeyLayout) -> bool:
+    """Keys: groups of 16 tokens, in them rows of pairs of dims. Values: groups of 16 dims, rows of pairs of tokens.
+
+    Each row of 16 pairs, 64 bytes of bfloat16, is a row of an AMX tile.
+    """
+    block_size, head_dim = layout.block_size, layout.head_dim
+    if block_size % 32 or head_dim % 32:
+        return False
+    token, dim = torch.arange(block_size)[:, None], torch.arange(head_dim)[None, :]
+    keys = token // 16 * (16 * head_dim) + dim // 2 * 32 + token % 16 * 2 + dim % 2
+    values = dim // 16 * (16 * block_size) + token // 2 * 32 + dim % 16 * 2 + token % 2
+    return torch.equal(layout.keys, keys) and torch.equal(layout.values, values)
+
+
+def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).contiguous()
