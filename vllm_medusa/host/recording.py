@@ -19,7 +19,7 @@ from vllm_medusa.training.hidden import RowWriter
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as HostWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as HostWorker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as HostWorker
 
 
 class RecordingWorker(HostWorker):
