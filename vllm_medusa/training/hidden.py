@@ -117,8 +117,9 @@ class HiddenRows:
         out = np.full((n, num_heads), -1, dtype=np.int64)
         for k in range(num_heads):
             ahead = k + 1
-            same = self.sequences[ahead:] == self.sequences[: n - ahead]
-            out[: n - ahead, k][same] = self.tokens[ahead:][same]
+            rows = max(n - ahead, 0)  # those with a row `ahead` further on at all
+            same = self.sequences[ahead:] == self.sequences[:rows]
+            out[:rows, k][same] = self.tokens[ahead:][same]
         return out
 
 

@@ -1,0 +1,115 @@
+"""The whole of `train` on a toy target, the engine replaced: a folder that serves, a card, no mixed-up rows."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.checkpoint import load_heads, read_config
+from vllm_medusa.training import run
+from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.hidden import RowWriter
+from vllm_medusa.training.loop import LoopOptions
+from vllm_medusa.training.run import TrainOptions, train
+
+VOCAB, HIDDEN = 24, 16
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.Tensor) -> TrainOptions:
+    """A toy target on disk, prompts that are numbers, and a recorder that counts on from them by threes."""
+
+    def record(model: str, prompts: Sequence[str], folder: Path, *_: Any, **__: Any) -> list[Path]:
+        shard = folder / "shard-0000"
+        writer, generator = RowWriter(shard, HIDDEN), torch.Generator().manual_seed(len(prompts))
+        for number, prompt in enumerate(prompts):
+            tokens = [(int(prompt) + 3 * i) % VOCAB for i in range(12)]
+            hidden = target[torch.tensor(tokens)] + 0.1 * torch.randn(12, HIDDEN, generator=generator)
+            writer.append([number] * 12, list(range(12)), tokens, hidden)
+        writer.close()
+        (shard / "done.json").write_text(json.dumps({"prompts": len(prompts), "tokens": 12 * len(prompts)}))
+        return [shard]
+
+    monkeypatch.setattr(run, "record_answers", record)
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"model.embed_tokens.weight": target}, model / "model.safetensors")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(100)))
+    return TrainOptions(
+        model=str(model),
+        prompts=prompts,
+        out=tmp_path / "heads",
+        base_model="toy",
+        held_out=20,
+        num_heads=2,
+        num_layers=1,
+        draft_vocab_size=20,
+        loop=LoopOptions(epochs=20, batch_size=64, learning_rate=5e-3),
+    )
+
+
+def test_train_writes_heads_that_serve_and_say_how_good_they_are(options: TrainOptions, target: torch.Tensor) -> None:
+    folder = train(options)
+    config = read_config(folder)
+    assert (config.num_heads, config.root_conditioned, config.draft_vocab_size) == (2, True, 20)
+    assert config.calibration is not None and config.calibration.rows == 20 * 12
+    assert config.training is not None
+    assert config.training["training_tokens"] == 80 * 12 and config.training["held_out_prompts"] == 20
+    assert 0.5 < config.training["draft_vocab_coverage"] <= 1.0
+    card = (folder / "README.md").read_text()
+    assert "toy" in card and f"{config.calibration.rank_accuracy[0][0]:.3f}" in card
+    heads = load_heads(folder)
+    heads.bind(target.bfloat16(), target.bfloat16())
+    start = torch.arange(VOCAB)
+    tokens, _ = heads.candidates(target.bfloat16(), start, 1)
+    right = (tokens[:, 0, 0] == (start + 3) % VOCAB).float().mean()
+    assert right > 0.6  # four of 24 tokens are outside the draft vocabulary
+
+
+def test_training_twice_gives_the_same_heads(options: TrainOptions) -> None:
+    options = replace(options, loop=LoopOptions(epochs=2, batch_size=64))
+    first, second = train(options), train(replace(options, out=options.out.with_name("again")))
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change", [{"held_out": 30}, {"answers": AnswerOptions(max_new_tokens=99)}], ids=["split", "answers"]
+)
+def test_rows_made_in_another_way_are_not_mixed_in(options: TrainOptions, change: dict[str, Any]) -> None:
+    options = replace(options, loop=LoopOptions(epochs=1))
+    train(options)
+    with pytest.raises(MedusaError, match="another work folder"):
+        train(replace(options, **change))
+
+
+def test_a_prompt_is_never_on_both_sides(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"prompt": str(number % 50)}) for number in range(100)]
+    options.prompts.write_text("\n".join(lines))
+    asked: list[list[str]] = []
+    real = run.record_answers
+
+    def spy(model: str, prompts: Sequence[str], *rest: Any, **more: Any) -> list[Path]:
+        asked.append(list(prompts))
+        return real(model, prompts, *rest, **more)
+
+    monkeypatch.setattr(run, "record_answers", spy)
+    train(replace(options, loop=LoopOptions(epochs=1)))
+    held, learnt = asked
+    assert len(held) == 20 and len(learnt) == 30 and not set(held) & set(learnt)
+
+
+def test_too_few_prompts_are_named(options: TrainOptions) -> None:
+    with pytest.raises(MedusaError, match="held out"):
+        train(replace(options, held_out=100))
+
+
+def test_a_model_that_is_no_folder_is_named(options: TrainOptions) -> None:
+    with pytest.raises(MedusaError, match="model="):
+        train(replace(options, model="nowhere"))
