@@ -12,6 +12,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -37,6 +38,19 @@ float* aligned(std::vector<float>& buffer, int64_t floats) {
   if (int64_t(buffer.size()) < floats + 16) buffer.resize(floats + 16);
   auto address = reinterpret_cast<uintptr_t>(buffer.data());
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+// Brings the parts of query m to one scale and adds them up; returns the sum of weights.
+float merge(const std::vector<Sums>& parts, int64_t m, int64_t wide, float* values) {
+  float maximum = -kInfinity, weight = 0.0f;
+  for (const Sums& sums : parts) maximum = std::max(maximum, sums.maximum[m]);
+  std::fill(values, values + wide, 0.0f);
+  for (const Sums& sums : parts) {
+    const float factor = std::exp(sums.maximum[m] - maximum);  // 0 for a part that the query does not see
+    weight += sums.weight[m] * factor;
+    for (int64_t d = 0; d < wide; ++d) values[d] += sums.values[m * wide + d] * factor;
+  }
+  return weight;
 }
 
 // Where one pair's tiles lie on the line.
@@ -86,50 +100,38 @@ void attend(const MedusaStep& step, const MedusaLayer& layer) {
     return Sums{base, base + padded, base + 2 * padded};
   };
 
+  // Parts of each pair that are still missing: whoever brings the last one merges them, and nobody waits.
+  std::vector<std::atomic<int64_t>> missing(count);
+  for (int64_t at = 0; at < count; ++at)
+    for (int64_t thread = 0; thread < threads; ++thread) missing[at] += before(at, thread) < before(at, thread + 1);
+
 #pragma omp parallel num_threads(int(threads))
   {
-    const int64_t mine = omp_get_thread_num(), team = omp_get_num_threads();  // the team may be smaller than asked for
+    const int64_t team = omp_get_num_threads();  // may be smaller than asked for
     thread_local std::vector<float> buffer;
     float* own = aligned(buffer, one + Way::scratch_floats(most, step.dim));
-    {
-      [[maybe_unused]] typename Way::Session session;
-      for (int64_t thread = mine; thread < threads; thread += team)
-        for (int64_t at = 0; at < count; ++at) {
-          const int64_t from = before(at, thread), to = before(at, thread + 1);
-          if (from >= to) continue;
-          const Pair& pair = pairs[at];
-          const bool whole = from == 0 && to == places[at].tiles;
-          const Sums sums = whole ? Sums{own, own + padded, own + 2 * padded} : part(thread, from == 0);
-          Way::run(pair, tile, places[at].first_tile + from, places[at].first_tile + to, sums, own + one);
-          if (whole)
-            for (int64_t m = 0; m < pair.queries; ++m) finish<T>(pair, m, sums.values + m * wide, sums.weight[m]);
-        }
-    }
-#pragma omp barrier
-    if (threads > 1) {
+    [[maybe_unused]] typename Way::Session session;
+    for (int64_t thread = omp_get_thread_num(); thread < threads; thread += team)
       for (int64_t at = 0; at < count; ++at) {
-        int64_t first = 0;
-        while (first + 1 < threads && before(at, first + 1) == 0) ++first;
-        int64_t last = first;
-        while (last + 1 < threads && before(at, last + 1) < places[at].tiles) ++last;
-        if (first == last) continue;
+        const int64_t from = before(at, thread), to = before(at, thread + 1);
+        if (from >= to) continue;
         const Pair& pair = pairs[at];
-        for (int64_t m = mine; m < pair.queries; m += team) {
-          float maximum = -kInfinity, weight = 0.0f;
-          for (int64_t t = first; t <= last; ++t) maximum = std::max(maximum, part(t, t == first).maximum[m]);
-          float* merged = own;
-          std::fill(merged, merged + wide, 0.0f);
-          for (int64_t t = first; t <= last; ++t) {
-            if (before(at, t) >= before(at, t + 1)) continue;
-            const Sums sums = part(t, t == first);
-            const float factor = std::exp(sums.maximum[m] - maximum);
-            weight += sums.weight[m] * factor;
-            for (int64_t d = 0; d < wide; ++d) merged[d] += sums.values[m * wide + d] * factor;
-          }
-          finish<T>(pair, m, merged, weight);
+        const bool whole = from == 0 && to == places[at].tiles;
+        const Sums sums = whole ? Sums{own, own + padded, own + 2 * padded} : part(thread, from == 0);
+        Way::run(pair, tile, places[at].first_tile + from, places[at].first_tile + to, sums, own + one);
+        if (whole) {
+          for (int64_t m = 0; m < pair.queries; ++m) finish<T>(pair, m, sums.values + m * wide, sums.weight[m]);
+          continue;
+        }
+        if (missing[at].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        std::vector<Sums> parts_of_pair;
+        for (int64_t other = 0; other < threads; ++other)
+          if (before(at, other) < before(at, other + 1)) parts_of_pair.push_back(part(other, before(at, other) == 0));
+        for (int64_t m = 0; m < pair.queries; ++m) {
+          const float weight = merge(parts_of_pair, m, wide, own);
+          finish<T>(pair, m, own, weight);
         }
       }
-    }
   }
 }
 

@@ -1,4 +1,4 @@
-"""The compiled kernel: built on first use, by the compiler that vLLM's CPU path needs too, and called through ctypes."""
+"""The compiled kernel: built on first use by the compiler that vLLM's CPU path needs too, called through ctypes."""
 
 from __future__ import annotations
 
