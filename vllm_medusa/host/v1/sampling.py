@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_medusa.host.trees import StepTrees
-from vllm_medusa.tree.walk import Walk, greedy_walk, step_to_child
+from vllm_medusa.tree.walk import Walk, step_to_child
 
 Bools = npt.NDArray[np.bool_]
+Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, LogprobsTensors | None]]
 
 
 @dataclass(frozen=True)
@@ -74,51 +79,65 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
-        if _is_plainly_greedy(sampling):
-            self.walk = _walk_greedily(rows.trees, logits)
-            return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=None)
-        self.walk, logprobs = self._walk_by_sampling(rows, logits, sampling)
+        free = _rows_are_free_of_state(sampling)
+
+        def draw(asked: Tensor, at: Tensor, drawing: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
+            if free and sampling.all_greedy:  # nothing but the argmax; the host's own, so that ties fall alike
+                return Sampler.greedy_sample(logits[at].to(torch.float32)), None
+            output = self.sampler(logits[at], _as_plain(sampling, asked, drawing))
+            return output.sampled_token_ids[:, 0], output.logprobs_tensors
+
+        self.walk, logprobs = _walk(rows, draw, sampling.logitsprocs, skip_ended=free)
         return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=logprobs)
 
-    def _walk_by_sampling(
-        self, rows: StepRows, logits: Tensor, sampling: SamplingMetadata
-    ) -> tuple[Walk, LogprobsTensors | None]:
-        trees = rows.trees
-        tree = (torch.from_numpy(trees.tokens), torch.from_numpy(trees.parents), torch.from_numpy(trees.sizes))
-        first = torch.from_numpy(trees.first_logit)
-        standing = torch.zeros(len(trees.requests), dtype=torch.int64)
-        walking = torch.from_numpy(~rows.unfinished)
-        path, emitted, logprobs = [], [], []
-        with _growing(rows.histories, sampling.logitsprocs) as grow:
-            while True:
-                path.append(standing)
-                active = standing >= 0
-                drawing = (active & walking).numpy()
-                output = self.sampler(logits[first + standing.clamp(min=0)], _as_plain(sampling, drawing))
-                sampled = output.sampled_token_ids[:, 0].to(torch.int64)
-                emitted.append(sampled.where(active, -1))
-                logprobs.append(output.logprobs_tensors)
-                standing = step_to_child(standing, sampled, *tree)
-                standing = standing.where(walking, -1)
-                if not bool((standing >= 0).any()):
-                    break
-                grow(sampled.tolist(), (standing >= 0).tolist())
-        rows_walked = torch.stack(path, dim=1)
-        walk = Walk(rows_walked, torch.stack(emitted, dim=1), (rows_walked >= 0).sum(dim=1))
-        return walk, _in_path_order(logprobs)
+
+def _walk(
+    rows: StepRows, draw: Draw, processors: LogitsProcessors, *, skip_ended: bool
+) -> tuple[Walk, LogprobsTensors | None]:
+    """Walk all trees of a step, one depth at a time; rows that are not reached cost nothing.
+
+    Args:
+        rows: the step.
+        draw: from (requests asked int64 [A], their rows of logits int64 [A], bool [R] who may use its generator) to
+            (tokens [A], log-probabilities of these rows).
+        processors: the host's logits processors, told of every token walked.
+        skip_ended: ask only for requests that still walk; else for the whole batch, in its order, at each depth.
+    """
+    trees = rows.trees
+    tree = (torch.from_numpy(trees.tokens), torch.from_numpy(trees.parents), torch.from_numpy(trees.sizes))
+    first = torch.from_numpy(trees.first_logit)
+    standing = torch.zeros(len(trees.requests), dtype=torch.int64)
+    walking = torch.from_numpy(~rows.unfinished)
+    everyone = torch.arange(len(trees.requests))
+    path, emitted, logprobs = [], [], []
+    with _growing(rows.histories, processors) as grow:
+        while True:
+            path.append(standing)
+            active = standing >= 0
+            asked = active.nonzero()[:, 0] if skip_ended else everyone
+            drawn, information = draw(asked, (first + standing.clamp(min=0))[asked], active & walking)
+            sampled = torch.full_like(standing, -1)
+            sampled[asked] = drawn.to(torch.int64)
+            emitted.append(sampled.where(active, -1))
+            logprobs.append(information)
+            standing = step_to_child(standing, sampled, *tree).where(walking, -1)
+            if not bool((standing >= 0).any()):
+                break
+            grow(sampled.tolist(), (standing >= 0).tolist())
+    walked = torch.stack(path, dim=1)
+    return Walk(walked, torch.stack(emitted, dim=1), (walked >= 0).sum(dim=1)), _in_path_order(logprobs)
 
 
-def _is_plainly_greedy(sampling: SamplingMetadata) -> bool:
-    """Whether every row's token is the argmax of its logits and nothing else is asked for."""
+def _rows_are_free_of_state(sampling: SamplingMetadata) -> bool:
+    """Whether a part of the batch can be sampled without the rest: nothing is indexed by the row of the batch."""
     holder = sampling.thinking_budget_state_holder
     return (
-        sampling.all_greedy
-        and sampling.no_penalties
+        sampling.no_penalties
         and sampling.max_num_logprobs is None
         and not sampling.logprob_token_ids
         and not sampling.bad_words_token_ids
         and sampling.allowed_token_ids_mask is None
-        and all(_is_idle(processor) for processor in sampling.logitsprocs.non_argmax_invariant)
+        and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
         and (holder is None or not holder.has_tracked_requests())
     )
 
@@ -128,24 +147,31 @@ def _is_idle(processor: Any) -> bool:
         return not processor.min_toks
     if isinstance(processor, LogitBiasLogitsProcessor):
         return not processor.biases
+    if isinstance(processor, MinPLogitsProcessor):
+        return not processor.min_p_count
     return False
 
 
-def _walk_greedily(trees: StepTrees, logits: Tensor) -> Walk:
-    """One argmax over all rows, by the host's own function so that ties fall as in plain decoding."""
-    best = Sampler.greedy_sample(logits.to(torch.float32)).to(torch.int64)
-    width = trees.tokens.shape[1]
-    index = torch.from_numpy(trees.first_logit)[:, None] + torch.arange(width + 1)
-    target = best[index.clamp(max=len(best) - 1)]  # rows beyond a request's nodes are never walked
-    return greedy_walk(
-        target, torch.from_numpy(trees.tokens), torch.from_numpy(trees.parents), torch.from_numpy(trees.sizes)
+def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Tensor) -> SamplingMetadata:
+    """Parameters of the rows `asked`, as in plain decoding; only rows that are `drawing` take from their generators."""
+    generators = {
+        place: sampling.generators[row]
+        for place, row in enumerate(asked.tolist())
+        if row in sampling.generators and drawing[row]
+    }
+    everyone = len(asked) == len(drawing)
+
+    def part(values: Tensor | None) -> Tensor | None:
+        return values if values is None or everyone else values[asked]
+
+    return replace(
+        sampling,
+        generators=generators,
+        spec_token_ids=None,
+        temperature=part(sampling.temperature),
+        top_p=part(sampling.top_p),
+        top_k=part(sampling.top_k),
     )
-
-
-def _as_plain(sampling: SamplingMetadata, drawing: Bools) -> SamplingMetadata:
-    """The batch's parameters as in plain decoding; only rows that are `drawing` may take from their generators."""
-    generators = {row: generator for row, generator in sampling.generators.items() if drawing[row]}
-    return replace(sampling, generators=generators, spec_token_ids=None)
 
 
 @contextmanager
