@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vllm_medusa.heads.model import _largest, _product
+from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.model import MedusaHeads, _largest, _product
 
 
 @pytest.mark.parametrize("rows", [1, 4, 128, 129])
@@ -35,3 +36,21 @@ def test_largest_with_ties_and_all_in_one_group() -> None:
     assert places[0].tolist() == list(range(265, 255, -1))
     values, places = _largest(torch.zeros(1, 2560), 10)  # any ten will do, but ten different ones
     assert len(set(places[0].tolist())) == 10 and not values.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_candidates_are_the_softmax_of_the_logits(dtype: torch.dtype, batch: int) -> None:
+    heads = MedusaHeads(HeadsConfig(num_heads=3, num_layers=2, hidden_size=16, vocab_size=2560, root_conditioned=True))
+    generator = torch.Generator().manual_seed(batch)
+    for parameter in heads.parameters():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    table = torch.randn(2560, 16, generator=generator).to(dtype)
+    heads.to(dtype).bind(table, table)
+    hidden, roots = torch.randn(batch, 16, generator=generator).to(dtype), torch.arange(batch)
+    found = heads.candidates(hidden, roots, 10)
+    expected = heads(hidden, roots).float().softmax(-1).topk(10, dim=-1)
+    torch.testing.assert_close(found.probabilities, expected.values, rtol=1e-5, atol=1e-7)
+    # In bfloat16 equal logits are common and may come in any order: compare what the tokens are worth.
+    worth = heads(hidden, roots).float().softmax(-1).gather(-1, found.tokens)
+    torch.testing.assert_close(worth, expected.values, rtol=1e-5, atol=1e-7)
