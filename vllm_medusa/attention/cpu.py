@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from vllm_medusa.attention.gather import GatherPlan
 from vllm_medusa.attention.inputs import TreeInputs
 from vllm_medusa.attention.layout import KeyLayout, learn_layout
+from vllm_medusa.attention.native import KernelPlan, load_kernel
 
 __all__ = ["Kernel", "KeyLayout", "TreeAttentionPlan", "active_kernel", "learn_layout", "tree_attention"]
 
@@ -19,7 +21,7 @@ Kernel = Literal["c++", "gather"]
 
 def active_kernel() -> Kernel:
     """What computes tree attention in this process."""
-    return "gather"
+    return "gather" if load_kernel() is None else "c++"
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,22 @@ class TreeAttentionPlan(TreeInputs):
             key_cache, value_cache: [blocks, Hkv, block_size, D] as the host packs them.
             out: [T, Hq, D], filled and returned.
         """
-        self._gather.run(query, key_cache, value_cache, out)
+        plan = self._plans.get(query.dtype)
+        if plan is None:
+            plan = self._plans[query.dtype] = self._plan(query.dtype)
+        plan.run(query, key_cache, value_cache, out)
         return out
 
     @cached_property
-    def _gather(self) -> GatherPlan:
+    def _plans(self) -> dict[torch.dtype, KernelPlan | GatherPlan]:
+        return {}
+
+    def _plan(self, dtype: torch.dtype) -> KernelPlan | GatherPlan:
+        kernel = None if self.kernel == "gather" else load_kernel()
+        if kernel is not None and kernel.supports(dtype, self.layout):
+            return kernel.plan(self)
+        if self.kernel == "c++":
+            raise ValueError(f"kernel='c++': no compiled kernel for {dtype} in this layout on this machine")
         return GatherPlan(self)
 
 
