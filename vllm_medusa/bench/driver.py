@@ -6,16 +6,23 @@ engine never outlives the bench that started it.
 """
 
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 PROGRESS_SECONDS = 0.2
+END_SECONDS = 15.0
 
 
 @dataclass
@@ -69,6 +76,10 @@ class Driver:
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """Each token's text, for drawing trees."""
         return [self._tokenizer.decode([token]) for token in tokens]
+
+    def close(self) -> None:
+        """End vLLM's processes; Python would wait for them at its exit without having told them."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def _closed_loop(self, rows: Sequence[list[int]], batch_size: int, sampling: Mapping[str, Any]) -> Measurement:
         from vllm import SamplingParams
@@ -137,9 +148,18 @@ def _use_exported_heads(engine: dict[str, Any], folder: Path) -> None:
     speculative["model"] = str(folder)
 
 
-def _commands(lines: TextIO) -> Iterator[dict[str, Any]]:
+def _listen(lines: TextIO, commands: "SimpleQueue[dict[str, Any] | None]") -> None:
+    """Queue the parent's commands, None at the end. Whoever is still busy a while after the end is killed.
+
+    Runs in a thread, so that the end is seen in the middle of a run too, when the parent has been killed.
+    """
     for line in lines:
-        yield json.loads(line)
+        commands.put(json.loads(line))
+    commands.put(None)
+    time.sleep(END_SECONDS)
+    if os.getpgrp() == os.getpid():  # the group is ours alone: this process, vLLM's engine and its workers
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def main() -> None:
@@ -149,25 +169,38 @@ def main() -> None:
     def say(event: str, **data: Any) -> None:
         print(json.dumps({"event": event, **data}), file=answers)
 
+    commands: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin, commands), daemon=True).start()
     try:
-        commands = _commands(sys.stdin)
-        start = next(commands)
-        began = time.perf_counter()
-        say("stage", text="importing vLLM")
-        with tempfile.TemporaryDirectory(prefix="vllm-medusa-native-") as folder:  # needed until the heads are loaded
-            if start["export_heads"]:
-                _use_exported_heads(start["engine"], Path(folder))
-            driver = Driver(start["engine"], say)
+        _serve(commands, say)
+    except Exception as error:  # noqa: BLE001 (told to the parent, whatever it is)
+        traceback.print_exc()
+        with suppress(BrokenPipeError):  # nobody may be left to hear it
+            say("error", kind=type(error).__name__, message=str(error))
+        sys.stderr.flush()
+        os._exit(1)  # at a usual exit Python would wait for the thread that holds the input
+
+
+def _serve(commands: "SimpleQueue[dict[str, Any] | None]", say: Callable[..., None]) -> None:
+    start = commands.get()
+    if start is None:
+        return
+    began = time.perf_counter()
+    say("stage", text="importing vLLM")
+    with tempfile.TemporaryDirectory(prefix="vllm-medusa-native-") as folder:  # needed until the heads are loaded
+        if start["export_heads"]:
+            _use_exported_heads(start["engine"], Path(folder))
+        driver = Driver(start["engine"], say)
+    try:
         say("result", value={"start_seconds": time.perf_counter() - began, **driver.facts()})
-        for command in commands:
+        while (command := commands.get()) is not None:
             match command.pop("do"):
                 case "run":
                     say("result", value=asdict(driver.run(**command)))
                 case "decode":
                     say("result", value=driver.decode(**command))
-    except Exception as error:
-        say("error", kind=type(error).__name__, message=str(error))
-        raise
+    finally:
+        driver.close()
 
 
 if __name__ == "__main__":
