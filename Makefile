@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 DATA ?= ../shared/data
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help venv demo test test-fast check heads bench clean
+.PHONY: help venv demo test test-fast test-long check heads bench clean
 
 help:
 	@echo "make demo        plain vLLM against Medusa trees on SmolLM2 (JSON=out.json writes the figures)"
 	@echo "make test-fast   the tests that start no engine, under two minutes"
 	@echo "make test        all tests, under twenty minutes"
+	@echo "make test-long   SmolLM2 in full: every tree, 16 prompts of 128 tokens at batch 1, 4 and 16 (an hour or two)"
 	@echo "make check       ruff, mypy, import boundaries"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA)"
 	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA)"
@@ -55,6 +56,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not server and not gpu" $(ARGS)
+
+test-long: $(STAMP)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,6 +12,8 @@ from vllm_medusa.host.trees import DraftBook, lay_trees
 from vllm_medusa.proposer import TreeDraft
 from vllm_medusa.tree.topology import Tree
 
+slow = pytest.mark.slow  # an engine starts
+
 BATCH = 4
 
 
@@ -37,6 +39,7 @@ def value_rows(layer, slots: torch.Tensor) -> torch.Tensor:
     return values[slots // block_size, slots % block_size]
 
 
+@slow
 @pytest.mark.parametrize("alignment", [0, 1, 6, 7, 15, 16, 25, 26, 30, 31])
 def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment):
     runner = tiny_medusa.runner

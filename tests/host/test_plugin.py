@@ -59,6 +59,7 @@ def test_register_twice_patches_once():
     register()
 
 
+@pytest.mark.slow
 def test_an_unknown_host_is_refused_only_when_asked(tiny_model, monkeypatch):
     """In a process of its own, with a version that we do not know."""
     code = f"""
@@ -82,6 +83,7 @@ except Exception as error:
     )
 
 
+@pytest.mark.slow
 def test_other_methods_are_left_alone(tiny_model, tiny):
     """n-gram speculation beside us: vLLM's own classes, vLLM's own refusals, the same tokens as plain."""
     from vllm import SamplingParams
@@ -104,6 +106,7 @@ def test_other_methods_are_left_alone(tiny_model, tiny):
         engine.tokens(prompts, SamplingParams(min_p=0.2, max_tokens=3))
 
 
+@pytest.mark.slow
 def test_plain_engines_keep_their_classes(tiny, tiny_medusa):
     """Even in one process with a Medusa engine."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl

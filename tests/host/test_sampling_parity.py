@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from engines import Engine, Oracle, random_prompts, random_tree
 
+pytestmark = pytest.mark.slow  # an engine starts
+
 PROMPTS = random_prompts(np.random.default_rng(21), [4, 9, 31, 32, 33, 40, 64, 71])
 
 CASES = {

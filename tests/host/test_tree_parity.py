@@ -8,6 +8,8 @@ from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
 
 from vllm_medusa.tree.topology import Tree
 
+pytestmark = pytest.mark.slow  # an engine starts
+
 SIZES = [1, 5, 8, 26, 31, 32, 33, 63, 64, 65, 127, 128]
 
 
