@@ -131,6 +131,22 @@ def test_queries_and_results_may_be_parts_of_wider_tensors(kernel: Kernel) -> No
     assert (out[:, :3] == 7.0).all() and (out[:, 12:] == 7.0).all()
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize(("dtype", "isa"), [(torch.float32, "vec"), (torch.bfloat16, "amx")], ids=str)
+def test_any_number_of_threads(dtype: torch.dtype, isa: str, threads: int, kernel: Kernel) -> None:
+    """Threads share a long text between them, and a thread takes parts of several requests."""
+    needs(isa)
+    step = Step.random([random_tree(16, 8), Tree(()), random_tree(40, 9)], [700, 3, 90], dtype=dtype, isa=isa)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for _ in range(3):  # who finishes last, and so merges, is chance
+            out = step.run(kernel=kernel)
+    finally:
+        torch.set_num_threads(before)
+    assert_true(step, out)
+
+
 def test_a_plan_serves_many_layers(kernel: Kernel) -> None:
     first, second = Step.random(SEVERAL, CONTEXTS, seed=1), Step.random(SEVERAL, CONTEXTS, seed=2)
     second.seed = first.seed  # the same blocks
