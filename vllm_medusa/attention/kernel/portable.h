@@ -44,17 +44,18 @@ struct Portable {
       const bool plain = pair.plain(begin, begin + count);
       for (int64_t m = 0; m < pair.queries; m += kRows) {
         const int64_t rows = std::min<int64_t>(kRows, pair.queries - m);
-        for (int64_t r = 0; r < rows; r += 4)
-          for (int64_t j = 0; j < count; j += 32)
-            if (j + 32 <= count)
-              score<2>(query + (m + r) * dim, keys + j, scores + r * kChunk + j, dim);
-            else
-              score<1>(query + (m + r) * dim, keys + j, scores + r * kChunk + j, dim);
+        for (int64_t r = 0; r < rows; r += height(rows - r))
+          if (height(rows - r) == kTall)
+            score<kTall>(query + (m + r) * dim, keys, scores + r * kChunk, count, dim);
+          else
+            score<4>(query + (m + r) * dim, keys, scores + r * kChunk, count, dim);
         for (int64_t r = 0; r < rows; ++r)
           soften(pair, m + r, begin, count, plain, scores + r * kChunk, sums, wide);
-        for (int64_t r = 0; r < rows; r += 4)
-          for (int64_t d = 0; d < wide; d += 32)
-            accumulate(scores + r * kChunk, values + d, sums.values + (m + r) * wide + d, count, wide);
+        for (int64_t r = 0; r < rows; r += height(rows - r))
+          if (height(rows - r) == kTall)
+            accumulate<kTall>(scores + r * kChunk, values, sums.values + (m + r) * wide, count, wide);
+          else
+            accumulate<4>(scores + r * kChunk, values, sums.values + (m + r) * wide, count, wide);
       }
     }
   }
@@ -94,16 +95,32 @@ struct Portable {
     }
   }
 
-  // Four rows of queries times 16 * N slots.
-  template <int N>
+  // As many rows as the registers hold next to two vectors of keys or values.
+#ifdef __AVX512F__
+  static constexpr int kTall = 8;
+#else
+  static constexpr int kTall = 4;
+#endif
+  static int height(int64_t rows) { return rows > 4 ? kTall : 4; }
+
+  // H rows of queries times all slots of the chunk.
+  template <int H>
+  static void score(const float* query, const float* keys, float* scores, int64_t count, int64_t dim) {
+    int64_t j = 0;
+    for (; j + 32 <= count; j += 32) score<H, 2>(query, keys + j, scores + j, dim);
+    if (j < count) score<H, 1>(query, keys + j, scores + j, dim);
+  }
+
+  template <int H, int N>
   static void score(const float* query, const float* keys, float* scores, int64_t dim) {
-    Vec s[4][N] = {};
-    for (int64_t d = 0; d < dim; ++d)
-      for (int n = 0; n < N; ++n) {
-        const Vec k = load(keys + d * kChunk + n * 16);
-        for (int r = 0; r < 4; ++r) s[r][n] += k * query[r * dim + d];
-      }
-    for (int r = 0; r < 4; ++r)
+    Vec s[H][N] = {};
+    for (int64_t d = 0; d < dim; ++d) {
+      Vec k[N];
+      for (int n = 0; n < N; ++n) k[n] = load(keys + d * kChunk + n * 16);
+      for (int r = 0; r < H; ++r)
+        for (int n = 0; n < N; ++n) s[r][n] += k[n] * query[r * dim + d];
+    }
+    for (int r = 0; r < H; ++r)
       for (int n = 0; n < N; ++n) store(scores + r * kChunk + n * 16, s[r][n]);
   }
 
@@ -111,14 +128,18 @@ struct Portable {
   static void soften(const Pair& pair, int64_t m, int64_t begin, int64_t count, bool plain, float* scores, Sums sums,
                      int64_t wide) {
     const MedusaStep& step = *pair.step;
+    Vec most = broadcast(-kInfinity);
     for (int64_t j = 0; j < count; j += 16) {
       Vec s = load(scores + j) * step.scale;
       if (step.softcap > 0) s = hyperbolic_tangent(s / step.softcap) * step.softcap;
       store(scores + j, s);
+      most = larger(s, most);
     }
-    if (!plain) hide(pair, pair.row_of(m), begin, count, scores);
-    Vec most = load(scores);
-    for (int64_t j = 16; j < count; j += 16) most = larger(most, load(scores + j));
+    if (!plain) {
+      hide(pair, pair.row_of(m), begin, count, scores);
+      most = load(scores);
+      for (int64_t j = 16; j < count; j += 16) most = larger(load(scores + j), most);
+    }
     const float maximum = std::max(sums.maximum[m], largest(most));
     const float base = maximum == -kInfinity ? 0.0f : maximum;
     Vec total = {};
@@ -136,18 +157,21 @@ struct Portable {
     }
   }
 
-  // Four rows of weights times 32 dims.
+  // H rows of weights times all dims.
+  template <int H>
   static void accumulate(const float* weights, const float* values, float* out, int64_t count, int64_t wide) {
-    Vec a[4][2];
-    for (int r = 0; r < 4; ++r)
-      for (int n = 0; n < 2; ++n) a[r][n] = load(out + r * wide + n * 16);
-    for (int64_t t = 0; t < count; ++t)
-      for (int n = 0; n < 2; ++n) {
-        const Vec v = load(values + t * wide + n * 16);
-        for (int r = 0; r < 4; ++r) a[r][n] += v * weights[r * kChunk + t];
+    for (int64_t d = 0; d < wide; d += 32) {
+      Vec a[H][2];
+      for (int r = 0; r < H; ++r)
+        for (int n = 0; n < 2; ++n) a[r][n] = load(out + r * wide + d + n * 16);
+      for (int64_t t = 0; t < count; ++t) {
+        const Vec v[2] = {load(values + t * wide + d), load(values + t * wide + d + 16)};
+        for (int r = 0; r < H; ++r)
+          for (int n = 0; n < 2; ++n) a[r][n] += v[n] * weights[r * kChunk + t];
       }
-    for (int r = 0; r < 4; ++r)
-      for (int n = 0; n < 2; ++n) store(out + r * wide + n * 16, a[r][n]);
+      for (int r = 0; r < H; ++r)
+        for (int n = 0; n < 2; ++n) store(out + r * wide + d + n * 16, a[r][n]);
+    }
   }
 };
 

@@ -47,15 +47,26 @@ inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
 inline Vec broadcast(float x) { return Vec{} + x; }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+
 inline float sum(Vec x) {
-  float s = 0;
-  for (int i = 0; i < 16; ++i) s += x[i];
-  return s;
+  Half h[2];
+  std::memcpy(h, &x, 64);
+  const Half all = h[0] + h[1];
+  Quarter q[2];
+  std::memcpy(q, &all, 32);
+  const Quarter y = q[0] + q[1];
+  return (y[0] + y[1]) + (y[2] + y[3]);
 }
 inline float largest(Vec x) {
-  float m = x[0];
-  for (int i = 1; i < 16; ++i) m = std::max(m, x[i]);
-  return m;
+  Half h[2];
+  std::memcpy(h, &x, 64);
+  const Half all = h[0] > h[1] ? h[0] : h[1];
+  Quarter q[2];
+  std::memcpy(q, &all, 32);
+  const Quarter y = q[0] > q[1] ? q[0] : q[1];
+  return std::max(std::max(y[0], y[1]), std::max(y[2], y[3]));
 }
 
 // e^x for x <= 88, 0 below -87: range reduction by ln 2 in two parts, then a polynomial (Cephes expf).
