@@ -17,8 +17,6 @@ from vllm_medusa.bench.report import table
 from vllm_medusa.bench.results import Results, mean
 from vllm_medusa.bench.run import Settings, run_bench
 
-SHARE_WORTH_A_WORD = 1.0 - 1e-9  # below it the outputs differ somewhere, and the demo says why
-
 
 def demo_datasets() -> list[Dataset]:
     """The chat, code and math prompts that ship with the package, one data set a kind."""
@@ -45,6 +43,8 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
         console.print("One step of the last answer: every branch was checked in the same forward pass.")
         console.print(drawing)
     console.print()
+    if any(run.identical_tokens < 1.0 for run in results.runs):
+        console.print(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
     console.print(summary(results))
     return results
 
@@ -68,27 +68,24 @@ def draw_step(example: dict[str, Any], engine: Engine) -> Any:
 
 
 def summary(results: Results) -> Text:
-    """One line with the median ratio, and one more when some tokens differ from plain vLLM's."""
+    """The last line: median ratio, mean accepted length, share of identical tokens."""
     ratio = statistics.median(ratio.median for ratio in results.ratios())
     runs = results.select("medusa")
     accepted = sum(run.output_tokens for run in runs) / sum(
         run.output_tokens / run.mean_accepted_length for run in runs
     )
-    text = Text.assemble(
+    return Text.assemble(
         ("Medusa trees: ", "bold"),
         (f"{ratio:.2f}× plain vLLM's tokens per second", "bold green" if ratio >= 1.0 else "bold red"),
         f", {accepted:.2f} tokens a step, {mean(run.identical_tokens for run in runs):.1%} identical tokens.",
     )
-    if any(run.identical_tokens < SHARE_WORTH_A_WORD for run in runs):
-        text.append(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
-    return text
 
 
 def difference_note(dtype: str) -> str:
     """Why tokens may differ, in one line."""
     if dtype == "float32":
-        return "\nThe outputs differ although float32 should be token-identical: please report this."
+        return "The outputs differ although float32 should be token-identical: please report this."
     return (
-        f"\nIn {dtype} two tokens can score almost the same, and checking several rows at once rounds differently from "
-        "one row: from such a tie on, the texts differ. With --dtype float32 they are identical."
+        f"In {dtype} two tokens can score almost the same, and checking several rows at once rounds differently from "
+        "one row; from such a tie on, the texts differ. With --dtype float32 they are identical."
     )
