@@ -24,9 +24,9 @@ from vllm_medusa.training.hidden import HiddenRows
 class LoopOptions:
     """How the heads learn. `learning_rate` is the peak, after a linear warm-up, before a cosine down to zero."""
 
-    epochs: int = 4
-    batch_size: int = 512
-    learning_rate: float = 1e-3
+    epochs: int = 2
+    batch_size: int = 1024
+    learning_rate: float = 1.5e-3
     warmup_share: float = 0.05
     weight_decay: float = 0.01
     head_decay: float = 0.8

@@ -49,7 +49,7 @@ class TrainOptions:
     work: Path | None = None
     base_model: str | None = None
     held_out: int = 128
-    max_tokens: int = 900_000
+    max_tokens: int = 640_000
     num_heads: int = 4
     num_layers: int = 2
     root_conditioned: bool = True
