@@ -93,7 +93,9 @@ def train_heads(
         raise MedusaError.of("rows", len(rows), "no answer is longer than one token; record longer answers")
     steps = options.epochs * math.ceil(len(useful) / options.batch_size)
     heads.requires_grad_(True).train()
-    optimizer = torch.optim.AdamW(_groups(heads, rows, options), lr=options.learning_rate, betas=(0.9, 0.99), fused=True)
+    optimizer = torch.optim.AdamW(
+        _groups(heads, rows, options), lr=options.learning_rate, betas=(0.9, 0.99), fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_cosine(steps, options.warmup_share))
     decay = torch.tensor([options.head_decay**head for head in range(heads.config.num_heads)])
     progress, began = Progress(steps), time.monotonic()
