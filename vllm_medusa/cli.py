@@ -150,7 +150,7 @@ def train(
         typer.Option(help="Where recorded rows are kept, so that a killed run goes on. Default: beside OUT."),
     ] = None,
     base_model: Annotated[str | None, typer.Option(help="The target's public name, for the card.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 900_000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 640_000,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
     num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
     num_layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks per head.")] = 2,
@@ -163,8 +163,8 @@ def train(
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
     ] = 8192,
-    epochs: Annotated[int, typer.Option(min=1)] = 4,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option()] = 0,
     verbose: VerboseOption = False,
 ) -> None:
