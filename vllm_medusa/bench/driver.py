@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 PROGRESS_SECONDS = 0.2
 END_SECONDS = 15.0
@@ -157,7 +157,14 @@ def _listen(lines: TextIO, commands: "SimpleQueue[dict[str, Any] | None]") -> No
         commands.put(json.loads(line))
     commands.put(None)
     time.sleep(END_SECONDS)
-    if os.getpgrp() == os.getpid():  # the group is ours alone: this process, vLLM's engine and its workers
+    _end()
+
+
+def _end() -> NoReturn:
+    """End this process with vLLM's engine and workers, which otherwise may outlive an engine that was interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():  # the group is ours alone
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
@@ -177,8 +184,7 @@ def main() -> None:
         traceback.print_exc()
         with suppress(BrokenPipeError):  # nobody may be left to hear it
             say("error", kind=type(error).__name__, message=str(error))
-        sys.stderr.flush()
-        os._exit(1)  # at a usual exit Python would wait for the thread that holds the input
+    _end()
 
 
 def _serve(commands: "SimpleQueue[dict[str, Any] | None]", say: Callable[..., None]) -> None:
