@@ -81,7 +81,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             part = torch.empty_like(output[: len(rows)])
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part)
             output[rows] = part
-        key_cache, value_cache = _halves(kv_cache)
+        key_cache, value_cache = self._halves(kv_cache)
         if trees.rows is None:
             trees.plan(self).run(query, key_cache, value_cache, output)
         else:
@@ -89,6 +89,17 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             trees.plan(self).run(query[trees.rows], key_cache, value_cache, part)
             output[trees.rows] = part
         return output
+
+    def _halves(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [blocks, Hkv, block, D] of a cache [blocks, Hkv, block, 2 D], whose blocks hold first all
+        keys, then all values. Made once per layer: these views cost as much as a call of the kernel.
+        """
+        known: tuple[int, Tensor, Tensor] | None = getattr(self, "_known_halves", None)
+        if known is None or known[0] != kv_cache.data_ptr():
+            blocks, heads, block_size, _ = kv_cache.shape
+            keys, values = kv_cache.view(blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
+            self._known_halves = known = (kv_cache.data_ptr(), keys, values)
+        return known[1], known[2]
 
 
 def adopt(layers: Iterable[Any]) -> list[Attention]:
@@ -177,10 +188,3 @@ def _host_part(
         positions=None,
     )
     return rows, builder.build(0, part)
-
-
-def _halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [blocks, Hkv, block, D] of a cache [blocks, Hkv, block, 2 D]; each half of a block is one run."""
-    blocks, heads, block_size, _ = kv_cache.shape
-    keys, values = kv_cache.view(blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
-    return keys, values
