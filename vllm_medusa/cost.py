@@ -10,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 # Step sizes, in tokens, at which times are kept; times between them are interpolated.
-GRID: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-GRID += (160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+GRID: tuple[int, ...] = (
+    *range(1, 10),
+    *(10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048),
+)
 
 
 @dataclass
