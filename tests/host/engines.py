@@ -18,6 +18,8 @@ import torch
 from vllm_medusa.proposer import TreeDraft
 from vllm_medusa.tree.topology import Tree
 
+# An in-process engine that is collected takes the process groups of all the others with it.
+_ALIVE: list[Any] = []
 VOCAB = 160
 MAX_LEN = 512
 
@@ -73,6 +75,7 @@ def start(model: Path | str, heads: Path | str | None = None, **options: Any) ->
         "seed": 0,
     }
     llm = LLM(model=str(model), **{**settings, **options})
+    _ALIVE.append(llm)
     core = llm.llm_engine.engine_core.engine_core
     return Engine(llm, core.model_executor.driver_worker.worker.model_runner)
 

@@ -45,7 +45,7 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     console.print()
     if any(run.identical_tokens < 1.0 for run in results.runs):
         console.print(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
-    console.print(summary(results))
+    console.print(summary(results), soft_wrap=True)  # one line, whatever the terminal's width
     return results
 
 
