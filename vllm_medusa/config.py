@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,7 +79,7 @@ class Settings(BaseModel):
     Attributes:
         heads: folder of the heads.
         num_speculative_tokens: most nodes drafted per request and step.
-        tree: "dynamic", or the parents and ranks of a fixed tree (see `Tree`).
+        parents, ranks: of a fixed tree (see `Tree`); None where trees are grown at each step.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -89,10 +88,8 @@ class Settings(BaseModel):
     num_speculative_tokens: int
     parents: list[int] | None = None
     ranks: list[int] | None = None
-    mode: str = "dynamic"
     adaptive: bool = True
     draft_vocab: bool = True
-    draft_sample_method: str = "greedy"
 
     @property
     def fixed_tree(self) -> Tree | None:
@@ -133,10 +130,8 @@ def resolve(
         num_speculative_tokens=tree.num_nodes if tree is not None else min(nodes or default_nodes, MAX_NODES),
         parents=None if tree is None else list(tree.parents),
         ranks=None if tree is None else list(tree.ranks),
-        mode=config.tree if config.tree in MODES else "choices",
         adaptive=config.adaptive,
         draft_vocab=config.draft_vocab,
-        draft_sample_method=config.draft_sample_method,
     )
 
 
@@ -180,9 +175,3 @@ def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaErro
         "draft_sample_method": "this version drafts by 'greedy' only",
     }.get(key, str(first["msg"]))
     return MedusaError.of(key, settings.get(key), expected)
-
-
-def as_json(settings: Settings) -> dict[str, Any]:
-    """Plain JSON values, as they travel in `additional_config`."""
-    value: dict[str, Any] = json.loads(settings.model_dump_json())
-    return value

@@ -65,9 +65,8 @@ class MedusaProposer:
                 "the target has neither lm_head nor embed_tokens with plain weights",
             )
         heads = load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab)
-        vocab = heads.config.vocab_size
         heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
-        heads.bind(unembedding[:vocab], embedding[:vocab])
+        heads.bind(unembedding, embedding)
         self.heads = heads.eval()
 
     @torch.inference_mode()

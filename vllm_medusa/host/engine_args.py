@@ -11,7 +11,7 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_medusa.config import SETTINGS_KEY, MedusaConfig, as_json, resolve
+from vllm_medusa.config import SETTINGS_KEY, MedusaConfig, resolve
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
@@ -59,7 +59,7 @@ def create_speculative_config(
         rank_accuracy=calibration.rank_accuracy if calibration is not None else None,
         default_nodes=sizes.get(platform, DEFAULT_NODES[platform]),
     )
-    args.additional_config = {**args.additional_config, SETTINGS_KEY: as_json(settings)}
+    args.additional_config = {**args.additional_config, SETTINGS_KEY: settings.model_dump(mode="json")}
     target_parallel_config.worker_cls = CPU_WORKER
     written = {name: getattr(args, name) for name in ("speculative_config", *_FLAGS.values())}
     try:
