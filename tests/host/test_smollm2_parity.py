@@ -14,7 +14,6 @@ from engines import Engine, random_tree, start
 
 from vllm_medusa.defaults import bundled_heads, default_model
 from vllm_medusa.heads.checkpoint import read_config
-from vllm_medusa.tree.choices import PRESETS, parse_choices
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import Tree
 
@@ -92,9 +91,8 @@ def trees() -> dict[str, Tree | tuple[str, int]]:
         found |= {f"static {n}": grow_static(accuracy, n) for n in (1, 5, 8, 26, 64)}
         found |= {f"dynamic {n}": ("dynamic", n) for n in (1, 8, 63)}
         found |= {
-            f"random {i}": _ranked(random_tree(rng, int(rng.integers(2, 60)), config.num_heads)) for i in range(1, 10)
+            f"random {i}": _ranked(random_tree(rng, int(rng.integers(2, 32)), config.num_heads)) for i in range(1, 10)
         }
-        found["preset"] = parse_choices(PRESETS["mc_sim_7b_63"], config.num_heads, config.top_k)
     return found
 
 
