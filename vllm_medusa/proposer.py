@@ -70,22 +70,17 @@ class MedusaProposer:
         self.heads = heads.eval()
 
     @torch.inference_mode()
-    def propose(self, hidden: Tensor, roots: Tensor, chains: npt.NDArray[np.bool_] | None = None) -> TreeDraft:
+    def propose(self, hidden: Tensor, roots: Tensor) -> TreeDraft:
         """Draft a tree for each request.
 
         Args:
             hidden: [B, H], the target's hidden row (after the final norm) that produced each root token.
             roots: int64 [B], the root tokens: the last ones emitted.
-            chains: bool [B], requests that take only a chain of top candidates.
         """
         assert self.heads is not None, "load_model comes first"
         candidates = self.heads.candidates(hidden, roots, self.heads.config.top_k)
         nodes = self.settings.num_speculative_tokens
-        draft = self._grow(candidates, nodes) if self.fixed_tree is None else self._fill(self.fixed_tree, candidates)
-        if chains is not None and chains.any():
-            chain = self._fill(Tree.chain(min(nodes, self.heads.config.num_heads)), candidates)
-            _overwrite(draft, chains, chain)
-        return draft
+        return self._grow(candidates, nodes) if self.fixed_tree is None else self._fill(self.fixed_tree, candidates)
 
     def _grow(self, candidates: Candidates, nodes: int) -> TreeDraft:
         grown = grow_dynamic(candidates.probabilities, nodes)
@@ -117,15 +112,6 @@ class MedusaProposer:
             reach=reach[:, 1:],
             sizes=np.full(batch, tree.num_nodes, dtype=np.int64),
         )
-
-
-def _overwrite(draft: TreeDraft, which: npt.NDArray[np.bool_], chain: TreeDraft) -> None:
-    """Give the requests `which` their chain (never longer than the draft is wide) instead of their tree."""
-    width = min(chain.tokens.shape[1], draft.tokens.shape[1])
-    for name in ("tokens", "parents", "ranks", "reach"):
-        getattr(draft, name)[which, :width] = getattr(chain, name)[which, :width]
-    draft.parents[which, width:] = -1
-    draft.sizes[which] = width
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_LEN, VOCAB, Engine, Oracle, start
+from engines import MAX_LEN, SPEAKING, VOCAB, Engine, Oracle, start
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -42,19 +42,63 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with SmolLM2's tokenizer and two thinking tokens: texts, stop strings, grammars, cheaply."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from vllm_medusa.defaults import default_model
+
+    folder = tmp_path_factory.mktemp("tiny-speaker")
+    tokenizer = AutoTokenizer.from_pretrained(default_model())
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(17)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.35,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def speaker_heads(tmp_path_factory: pytest.TempPathFactory, speaker_model: Path) -> Path:
+    """Random heads of the speaker's sizes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(speaker_model)
+    return _random_heads(tmp_path_factory.mktemp("speaker-heads"), config.hidden_size, config.vocab_size)
+
+
+@pytest.fixture(scope="session")
 def tiny_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random heads of the tiny model's sizes: junk guesses, right shapes."""
+    return _random_heads(tmp_path_factory.mktemp("tiny-heads"), 128, VOCAB)
+
+
+def _random_heads(folder: Path, hidden_size: int, vocab_size: int) -> Path:
     from vllm_medusa.heads.checkpoint import save_heads
     from vllm_medusa.heads.config import HeadsConfig
     from vllm_medusa.heads.model import MedusaHeads
 
     torch.manual_seed(11)
-    heads = MedusaHeads(
-        HeadsConfig(num_heads=4, num_layers=1, hidden_size=128, vocab_size=VOCAB, root_conditioned=True)
+    config = HeadsConfig(
+        num_heads=4, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, root_conditioned=True
     )
+    heads = MedusaHeads(config)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    folder = tmp_path_factory.mktemp("tiny-heads")
     save_heads(heads, folder)
     return folder
 
@@ -75,6 +119,19 @@ def tiny_medusa(tiny_model: Path, tiny_heads: Path) -> Engine:
         block_size=32,
         medusa={"num_speculative_tokens": 128, "adaptive": False},
     )
+
+
+@pytest.fixture(scope="session")
+def speaker(speaker_model: Path) -> Engine:
+    """Plain vLLM on the model that has a tokenizer."""
+    return start(speaker_model, **SPEAKING)
+
+
+@pytest.fixture(scope="session")
+def speaker_medusa(speaker_model: Path, speaker_heads: Path) -> Engine:
+    """Trees of up to 32 nodes on it."""
+    medusa = {"num_speculative_tokens": 32, "adaptive": False}
+    return start(speaker_model, speaker_heads, **SPEAKING, medusa=medusa)
 
 
 @pytest.fixture

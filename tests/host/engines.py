@@ -22,6 +22,7 @@ from vllm_medusa.tree.topology import Tree
 _ALIVE: list[Any] = []
 VOCAB = 160
 MAX_LEN = 512
+SPEAKING: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 32, "skip_tokenizer_init": False}
 
 
 @dataclass

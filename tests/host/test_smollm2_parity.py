@@ -151,8 +151,8 @@ def test_stop_strings_cut_as_in_plain_decoding(plain, medusa, prompts, truth, mo
 
 
 @pytest.mark.parametrize("kind", ["regex", "json", "choice"])
-def test_a_grammar_gets_a_chain_and_the_same_answer(plain, medusa, prompts, kind):
-    """Beside requests without one, whose trees go on."""
+def test_a_grammar_gets_the_same_answer(plain, medusa, prompts, kind):
+    """Real trees under a grammar, beside requests without one."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 

@@ -75,6 +75,20 @@ RUNNER_CONTRACT = (
     Symbol("vllm.v1.sample.logits_processor", "LogitsProcessors"),
     Symbol("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
 )
+SCHEDULER_CONTRACT = (
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", ("draft_token_ids",)),
+    Symbol(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager.grammar_bitmask",
+        ("requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+    ),
+    Symbol("vllm.v1.structured_output", "StructuredOutputManager._get_constraint_bounds", ("request", "spec_tokens")),
+    Symbol("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar.fill_bitmask", ("bitmask",)),
+    Symbol("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar.validate_tokens", ("tokens",)),
+    Symbol("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar.rollback", ("num_tokens",)),
+    Symbol("vllm.v1.outputs", "DraftTokenIds", ("req_ids", "draft_token_ids")),
+)
 CPU_CONTRACT = (
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.init_device"),
     Symbol("vllm.v1.worker.cpu_worker", "CPUModelRunner"),
@@ -111,6 +125,12 @@ def host_version() -> str | None:
         return None
 
 
+@cache
+def grammar_rows_have_fixed_stride() -> bool:
+    """Whether the host keeps 1 + num_speculative_tokens mask rows for every request (0.33), or as many as needed."""
+    return Version(Version(host_version() or OLDEST).base_version) >= Version("0.33")
+
+
 def version_problem(version: str | None) -> str | None:
     """Why this host version is not served, or None.
 
@@ -142,4 +162,4 @@ def find_problems(contract: tuple[Symbol, ...] = CONFIG_CONTRACT) -> list[str]:
 @cache
 def full_contract() -> tuple[Symbol, ...]:
     """Every symbol that serving on a CPU touches."""
-    return CONFIG_CONTRACT + RUNNER_CONTRACT + CPU_CONTRACT
+    return CONFIG_CONTRACT + RUNNER_CONTRACT + SCHEDULER_CONTRACT + CPU_CONTRACT

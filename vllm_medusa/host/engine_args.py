@@ -18,6 +18,7 @@ from vllm_medusa.heads.source import locate_heads
 
 PROPOSER = "vllm_medusa.proposer.MedusaProposer"
 CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
+SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
 DEFAULT_NODES = {"cpu": 16, "cuda": 63}  # where the heads' calibration names no number
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
@@ -61,6 +62,7 @@ def create_speculative_config(
     )
     args.additional_config = {**args.additional_config, SETTINGS_KEY: settings.model_dump(mode="json")}
     target_parallel_config.worker_cls = CPU_WORKER
+    args.scheduler_cls = SCHEDULER  # the host reads it after this
     written = {name: getattr(args, name) for name in ("speculative_config", *_FLAGS.values())}
     try:
         for flag in _FLAGS.values():
@@ -108,6 +110,7 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
         )
     for key, value, usual in (
         ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),
+        ("scheduler_cls", args.scheduler_cls, (None, SCHEDULER)),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
         ("tensor_parallel_size", parallel.tensor_parallel_size, (1,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_medusa.proposer import TreeDraft
-from vllm_medusa.tree.topology import ancestor_masks_of, depths_of
+from vllm_medusa.tree.topology import ancestor_masks_of, depths_of, keep_nodes
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,6 +29,22 @@ class RequestDraft:
         tokens: list[int] = self.draft.tokens[self.row, : self.size].tolist()
         return tokens
 
+    @property
+    def parents(self) -> Ints:
+        """int64 [size], row of each node's parent."""
+        return self.draft.parents[self.row, : self.size]
+
+    def only(self, kept: Ints) -> RequestDraft:
+        """The same draft without the nodes that are not `kept`."""
+        draft = TreeDraft(
+            tokens=self.draft.tokens[self.row, kept][None],
+            parents=keep_nodes(self.parents, kept)[None],
+            ranks=self.draft.ranks[self.row, kept][None],
+            reach=self.draft.reach[self.row, kept][None],
+            sizes=np.array([len(kept)]),
+        )
+        return RequestDraft(draft, 0, len(kept))
+
 
 class DraftBook:
     """Drafts by request id. The scheduler may come back for one steps later, cut to a prefix, or never."""
@@ -41,6 +57,12 @@ class DraftBook:
         entry = RequestDraft(draft, row, size)
         self._drafts[request] = entry
         return entry
+
+    def keep(self, request: str, kept: Ints) -> None:
+        """Cut a request's draft down to the nodes `kept` (int64 [n], ascending, ancestor-closed)."""
+        entry = self._drafts.get(request)
+        if entry is not None and len(kept) < entry.size:
+            self._drafts[request] = entry.only(kept)
 
     def get(self, request: str, scheduled: Sequence[int]) -> RequestDraft | None:
         """The draft that `scheduled` tokens are a prefix of; None if these tokens are not ours (padding, say)."""
@@ -154,7 +176,7 @@ def lay_trees(
         drafts.append(draft)
         if size:
             tokens[row, :size] = scheduled[request]
-            parents[row, :size] = np.arange(size) if draft is None else draft.draft.parents[draft.row, :size]
+            parents[row, :size] = np.arange(size) if draft is None else draft.parents[:size]
     logits_end = np.cumsum(sizes + 1)
     return StepTrees(
         requests=list(requests),

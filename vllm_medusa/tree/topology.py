@@ -187,3 +187,22 @@ def _sibling_order(parents: tuple[int, ...]) -> tuple[int, ...]:
         ranks.append(seen.get(parent, 0))
         seen[parent] = ranks[-1] + 1
     return tuple(ranks)
+
+
+def keep_nodes(parents: npt.NDArray[np.int64], kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Parents of a tree cut down to an ancestor-closed part of its nodes.
+
+    Args:
+        parents: int64 [N], row of each node's parent.
+        kept: int64 [n], nodes to keep, ascending; every kept node's parent is the root or kept.
+
+    Returns:
+        int64 [n], row of each kept node's parent among the kept.
+
+    >>> keep_nodes(np.array([0, 0, 2, 1, 3]), np.array([1, 2, 4])).tolist()
+    [0, 1, 2]
+    """
+    rows = np.full(len(parents) + 1, -1, dtype=np.int64)
+    rows[0] = 0
+    rows[kept + 1] = np.arange(1, len(kept) + 1)
+    return rows[parents[kept]]

@@ -19,6 +19,7 @@ from vllm_medusa.attention.cpu import KeyLayout, active_kernel
 from vllm_medusa.cost import NodeBudget, StepCost
 from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout
 from vllm_medusa.host.commit import TreeKeyValues, find_moves
+from vllm_medusa.host.grammar import KEPT, TreeDraftTokenIds
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.trees import DraftBook, StepTrees, lay_trees
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
@@ -110,6 +111,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Flat slots come from the host; the position of a node is its depth below the root."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         batch = self.input_batch
+        for request, kept in getattr(scheduler_output, KEPT, {}).items():
+            self.book.keep(request, kept)
         self.trees = trees = lay_trees(
             batch.req_ids,
             scheduler_output.scheduled_spec_decode_tokens,
@@ -241,7 +244,19 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     def _draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
         """Trees for the batch's `rows`, from their hidden rows [len(rows), H] and root tokens int64 [len(rows)]."""
-        return self.drafter.propose(hidden, roots, np.array([self._needs_chain(row) for row in rows]))
+        return self.drafter.propose(hidden, roots)
+
+    def take_draft_token_ids(self) -> Any:
+        """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        parents = {
+            request: entry.parents[: len(tokens)].tolist()
+            for request, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if tokens and self._has_grammar(request) and (entry := self.book.get(request, tokens)) is not None
+        }
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents) if parents else drafts
 
     def _wants_draft(self, row: int) -> bool:
         """Not when the next token is the request's last, and not under a thinking budget (the host counts drafts)."""
@@ -251,9 +266,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
             return False
         return params.max_tokens is None or len(request.output_token_ids) + 1 < params.max_tokens
 
-    def _needs_chain(self, row: int) -> bool:
-        """The host's grammar checks drafts as one chain, so that is what a request with a grammar gets for now."""
-        params = self.requests[self.input_batch.req_ids[row]].sampling_params
+    def _has_grammar(self, request: str) -> bool:
+        state = self.requests.get(request)
+        params = state.sampling_params if state is not None else None
         return params is not None and params.structured_outputs is not None
 
     # Figures ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""The scheduler of a Medusa engine: the host's own, with trees where a request has a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
+from vllm_medusa.host.grammar import KEPT, GrammarTree, TreeDraftTokenIds, fill_masks, likeliest_chain, prune
+
+
+class MedusaScheduler(Scheduler):
+    """The host's scheduler. It reads drafts as one sequence; trees under a grammar are read here instead."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the host's scheduler and take over the masks of trees."""
+        super().__init__(*args, **kwargs)
+        self._grammar_trees: dict[str, GrammarTree] = {}
+        self._tree_mask: torch.Tensor | None = None
+        self._sequence_bitmask = self.structured_output_manager.grammar_bitmask
+        self.structured_output_manager.grammar_bitmask = self._grammar_bitmask
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the worker's drafts; trees under a grammar lose the nodes it forbids."""
+        parents = draft_token_ids.parents if isinstance(draft_token_ids, TreeDraftTokenIds) else {}
+        if not parents:
+            return super().update_draft_token_ids(draft_token_ids)
+        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+        trees = {}
+        for name, rows in parents.items():
+            request = self.requests.get(name)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            tokens = drafts[name]
+            if self._is_constrained(request):
+                trees[name] = prune(request.structured_output_request.grammar, name, tokens, rows)
+                drafts.pop(name)
+                request.spec_token_ids = list(trees[name].tokens)
+            else:  # a reasoning model still thinks: only the host knows where in a sequence the grammar begins
+                trees[name] = likeliest_chain(tokens, rows)
+                drafts[name] = list(trees[name].tokens)
+        self._grammar_trees |= trees
+        super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's plan of a step, with the pruned trees the worker has to know of."""
+        output = super().schedule(*args, **kwargs)
+        if self._grammar_trees:
+            for name in output.finished_req_ids:
+                self._grammar_trees.pop(name, None)
+            kept = {
+                name: tree.kept[: len(tokens)]
+                for name, tokens in output.scheduled_spec_decode_tokens.items()
+                if (tree := self._scheduled_tree(name, tokens)) is not None
+            }
+            setattr(output, KEPT, kept)
+        return output
+
+    def _scheduled_tree(self, name: str, tokens: Sequence[int]) -> GrammarTree | None:
+        tree = self._grammar_trees.get(name)
+        return tree if tree is not None and tree.is_drafted_in(tokens) else None
+
+    def _is_constrained(self, request: Any) -> bool:
+        """Whether the grammar holds from the next token on."""
+        return bool(self.structured_output_manager._get_constraint_bounds(request, ()).constraint_start == 0)
+
+    def _grammar_bitmask(
+        self, requests: dict[str, Any], names: list[str], scheduled: dict[str, list[int]]
+    ) -> npt.NDArray[np.int32] | None:
+        """Stand in for the manager's: its own rows for sequences, ours for trees, in the order of `names`."""
+        trees = {name: self._scheduled_tree(name, scheduled.get(name, ())) for name in names}
+        if not any(tree is not None for tree in trees.values()):
+            bitmask: npt.NDArray[np.int32] | None = self._sequence_bitmask(requests, names, scheduled)
+            return bitmask
+        parts = []
+        for name, tree in trees.items():
+            if tree is not None and self._is_constrained(requests[name]):
+                parts.append(self._tree_rows(requests[name], tree, len(scheduled[name])))
+            else:
+                parts.append(self._sequence_bitmask(requests, [name], scheduled).copy())
+        return np.concatenate(parts)
+
+    def _tree_rows(self, request: Any, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
+        most = 1 + self.vllm_config.num_speculative_tokens
+        if self._tree_mask is None:
+            self._tree_mask = self.structured_output_manager.backend.allocate_token_bitmask(most)
+        rows = self._tree_mask[: most if grammar_rows_have_fixed_stride() else 1 + size]
+        fill_masks(request.structured_output_request.grammar, request.request_id, tree, size, rows)
+        filled: npt.NDArray[np.int32] = rows.numpy().copy()
+        return filled
