@@ -1,8 +1,13 @@
-"""Heads in and out of folders: ours (config.json and model.safetensors), and vLLM's own Medusa format up to 0.32."""
+"""Heads in and out of folders: ours (config.json and model.safetensors) both ways, and what others write.
+
+Read, converted or not: vLLM's own Medusa format up to 0.32, FasterDecoding, TGI v2, TensorRT Model Optimizer (see
+layouts.py). Written: ours, and vLLM's for plain heads.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.heads.config import FORMAT, HeadsConfig
+from vllm_medusa.heads.config import Calibration, HeadsConfig, is_padding
+from vllm_medusa.heads.foreign import EMBEDDED
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.heads.storage import Shape, Weights, open_weights
-from vllm_medusa.heads.vllm_format import Plan, config_from_vllm, plan_from_vllm, to_vllm
+from vllm_medusa.heads.opening import CONFIG, open_folder, read_json
+from vllm_medusa.heads.storage import Weights
+from vllm_medusa.heads.vllm_format import to_vllm
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 def read_config(path: str | Path) -> HeadsConfig:
@@ -25,26 +32,27 @@ def read_config(path: str | Path) -> HeadsConfig:
     Raises:
         MedusaError: a missing or damaged file, a missing tensor, a wrong shape, a config that cannot be.
     """
-    return _open(Path(path))[0]
+    return open_folder(Path(path)).config
 
 
 def load_heads(path: str | Path, *, draft_vocab: bool = True) -> MedusaHeads:
     """Heads from folder `path`, not bound to a target yet, in the dtype they were saved in.
 
     Args:
-        path: a folder in our format or vLLM's.
+        path: a folder in our format or one of the others.
         draft_vocab: False makes heads that share the target's unembedding guess in the whole vocabulary.
 
     Raises:
         MedusaError: what `read_config` refuses, NaN or infinite weights, a token map out of range, or
             `draft_vocab=False` for heads whose own unembedding is reduced.
     """
-    config, plan, weights = _open(Path(path))
+    config, plan, weights, _ = open_folder(Path(path))
     state = {name: _read(weights, name, sources) for name, sources in plan.items()}
     token_map = state.get("token_map")
     if token_map is not None:
         state["token_map"] = token_map = _checked_map(token_map, config, weights.files[plan["token_map"][0]])
         if "unembedding" in state and state["unembedding"].shape[1] != config.draft_vocab_size:
+            # Checkpoints may keep a whole unembedding beside a token map.
             state["unembedding"] = state["unembedding"][:, token_map].contiguous()
     if not draft_vocab and config.draft_vocab_size is not None:
         if config.unembedding != "target":
@@ -81,11 +89,11 @@ def save_vllm(heads: MedusaHeads, path: str | Path, unembedding: Tensor | None =
     """
     if unembedding is not None and heads.config.unembedding == "target":
         written = (unembedding if heads.token_map is None else unembedding[heads.token_map])[None]
-    elif heads.unembedding is not None:
-        written = heads.unembedding.data
+        vocab_size = unembedding.shape[0]
     else:
-        written = heads.unembedding_weight()
-    raw, tensors = to_vllm(heads.config, heads.state_dict(), written)
+        written = heads.unembedding_weight() if heads.unembedding is None else heads.unembedding.data
+        vocab_size = heads.config.vocab_size
+    raw, tensors = to_vllm(heads.config, heads.state_dict(), written, vocab_size)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, raw, tensors)
@@ -93,7 +101,7 @@ def save_vllm(heads: MedusaHeads, path: str | Path, unembedding: Tensor | None =
 
 
 def check_heads(config: HeadsConfig, hidden_size: int, vocab_size: int) -> None:
-    """Whether heads fit a target of these sizes; the target's vocabulary may be padded beyond the heads'.
+    """Whether heads fit a target of these sizes; either vocabulary may be padded beyond the other.
 
     Raises:
         MedusaError: they do not.
@@ -102,62 +110,41 @@ def check_heads(config: HeadsConfig, hidden_size: int, vocab_size: int) -> None:
     if config.hidden_size != hidden_size:
         fix = f"the target's rows have {hidden_size}; use heads trained for this target{made_for}"
         raise MedusaError.of("heads' hidden_size", config.hidden_size, fix)
-    if config.vocab_size > vocab_size:
+    if config.vocab_size > vocab_size and not is_padding(config.vocab_size, vocab_size):
         fix = f"the target knows {vocab_size} tokens; use heads trained for this target{made_for}"
         raise MedusaError.of("heads' vocab_size", config.vocab_size, fix)
 
 
-def _open(folder: Path) -> tuple[HeadsConfig, Plan, Weights]:
-    """Config, the sources of each of our tensors, and the weights; names and shapes are checked."""
-    if not folder.is_dir():
-        raise MedusaError.of(
-            "heads", str(folder), "no such folder; name the folder that holds config.json and the weights"
-        )
-    raw = _read_json(folder / CONFIG)
-    weights = open_weights(folder)
-    where = str(folder / CONFIG)
-    names = set(weights.shapes)
+def save_calibration(path: str | Path, calibration: Calibration, config: HeadsConfig) -> None:
+    """Put `calibration` into config.json of the heads in `path`; nothing else of the folder changes.
+
+    The file is replaced at once, so whoever reads it meanwhile sees the old one or the new one. Folders that are not in
+    our format get our whole config under one more key, which other readers pass over.
+
+    Args:
+        path: the folder.
+        calibration: figures that fit the heads.
+        config: what the heads are, as bound to their target.
+    """
+    file = Path(path) / CONFIG
+    raw = read_json(file)
+    whole = config.model_copy(update={"calibration": calibration}).model_dump(mode="json", exclude_none=True)
     if "format" in raw:
-        if raw["format"] != FORMAT:
-            raise MedusaError.of(
-                f"{where}: format", raw["format"], f"this version reads {FORMAT!r}; update vllm-medusa"
-            )
-        config = HeadsConfig.parse(raw, where)
-        plan: Plan = {name: [name] for name in _shapes(config)}
+        raw["calibration"] = whole["calibration"]
     else:
-        config = config_from_vllm(raw, names, where)
-        plan = plan_from_vllm(config, names)
-    _check_shapes(config, plan, weights, folder)
-    return config, plan, weights
-
-
-def _shapes(config: HeadsConfig) -> dict[str, Shape]:
-    """Shape of each of our tensors."""
-    with torch.device("meta"):
-        heads = MedusaHeads(config)
-    return {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-
-
-def _check_shapes(config: HeadsConfig, plan: Plan, weights: Weights, folder: Path) -> None:
-    for name, wanted in _shapes(config).items():
-        sources = plan[name]
-        single = wanted if sources == [name] else wanted[1:] if name != "token_map" else wanted
-        for source in sources:
-            shape = weights.shapes.get(source)
-            if shape is None:
-                fix = f"is missing; the config says {config.num_heads} heads of {config.num_layers} layers: give both"
-                raise MedusaError.of(f"{folder}: tensor", source, f"{fix} files of the same training")
-            # Checkpoints may keep a whole unembedding beside a token map: it is cut when loaded.
-            whole = (*single[:-2], config.vocab_size, config.hidden_size) if name == "unembedding" else single
-            if shape not in (single, whole):
-                fix = f"the config asks for {list(single)}; give config and weights of the same training"
-                raise MedusaError.of(f"{weights.files[source]}: {source}", list(shape), fix)
+        raw[EMBEDDED] = whole
+    _write_json(file, raw)
 
 
 def _read(weights: Weights, name: str, sources: list[str]) -> Tensor:
     if sources == [name] or name == "token_map":
         return weights.read(sources[0])
-    return torch.stack([weights.read(source) for source in sources])
+    tensors = [weights.read(source) for source in sources]
+    for source, tensor in zip(sources, tensors, strict=True):
+        if not tensor.is_floating_point():
+            fix = "is packed in a way that cannot be read; export the heads in bfloat16, float16 or float32"
+            raise MedusaError.of(f"{weights.files[source]}: {source}", str(tensor.dtype), fix)
+    return torch.stack(tensors)
 
 
 def _checked_map(token_map: Tensor, config: HeadsConfig, file: Path) -> Tensor:
@@ -176,22 +163,19 @@ def _checked_map(token_map: Tensor, config: HeadsConfig, file: Path) -> Tensor:
     return ids
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MedusaError.of("heads", str(file.parent), f"holds no {CONFIG}; name a folder of heads") from None
-    except (OSError, ValueError) as error:
-        fix = f"is not valid JSON ({error}); download or train the heads again"
-        raise MedusaError.of(f"heads in {file.parent}", file.name, fix) from None
-    if not isinstance(raw, dict):
-        raise MedusaError.of(f"heads in {file.parent}", file.name, "must hold one JSON object")
-    return raw
-
-
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     # Weights first, under another name: a killed writer leaves no folder that half reads.
     partial = folder / f"{WEIGHTS}.partial"
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, partial)
     partial.replace(folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / CONFIG, config)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    # Hub caches keep files as links to one store: replace what is read, not the link to it.
+    file = file.resolve()
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if file.exists():
+        partial.chmod(file.stat().st_mode)
+    partial.replace(file)

@@ -9,7 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_medusa.errors import MedusaError
 
 FORMAT: Literal["vllm-medusa/1"] = "vllm-medusa/1"
+# Vocabularies are padded to multiples of this, for even memory and even shares of it.
+_PADDED_TO, _MOST_PADDING = 64, 1024
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def is_padding(first: int, second: int) -> bool:
+    """Whether two vocabulary sizes are the same but for padding of the larger one.
+
+    >>> is_padding(32000, 32064), is_padding(32064, 32000), is_padding(32000, 32001), is_padding(32000, 128256)
+    (True, True, False, False)
+    """
+    smaller, larger = sorted((first, second))
+    return smaller == larger or (larger % _PADDED_TO == 0 and larger - smaller < _MOST_PADDING)
 
 
 class Calibration(BaseModel):
@@ -50,7 +62,8 @@ class HeadsConfig(BaseModel):
     Attributes:
         num_heads: K; head k (from 0) guesses the token k + 1 places after the root.
         num_layers: residual blocks per head.
-        hidden_size, vocab_size: of the target, H and V.
+        hidden_size, vocab_size: of the target, H and V. V is 0 where a checkpoint shares the target's unembedding and
+            does not say: then it is the target's, known once the heads are bound.
         root_conditioned: whether the first block also reads the embedding of the root token.
         bias: whether blocks have one.
         unembedding: "target" shares the target's lm_head (the heads store none), "shared" brings one for all heads,
@@ -69,7 +82,7 @@ class HeadsConfig(BaseModel):
     num_heads: int = Field(ge=1, le=32)
     num_layers: int = Field(ge=0, le=16)
     hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=2)
+    vocab_size: int = Field(ge=0)
     root_conditioned: bool = False
     bias: bool = True
     unembedding: Literal["target", "shared", "per_head"] = "target"
@@ -82,14 +95,16 @@ class HeadsConfig(BaseModel):
 
     @property
     def num_outputs(self) -> int:
-        """Tokens a head can guess: Vd, or V without a reduced vocabulary."""
+        """Tokens a head can guess: Vd, or V without a reduced vocabulary; 0 while only the target knows."""
         return self.draft_vocab_size or self.vocab_size
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.vocab_size < 2 and (self.vocab_size or self.unembedding != "target" or self.draft_vocab_size):
+            raise ValueError(f"vocab_size {self.vocab_size} is too small; give the target's")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
-        if self.top_k > self.num_outputs:
+        if self.num_outputs and self.top_k > self.num_outputs:
             raise ValueError(f"top_k {self.top_k} exceeds the {self.num_outputs} tokens the heads can guess")
         if self.root_conditioned and self.num_layers == 0:
             raise ValueError("root_conditioned heads need num_layers of at least 1")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.config import HeadsConfig, is_padding
 
 _FEW_ROWS = 128
 _GROUP = 128
@@ -80,30 +80,54 @@ class MedusaHeads(nn.Module):
     def bind(self, unembedding: Tensor, embedding: Tensor) -> None:
         """Tie the heads to a target.
 
+        Heads whose vocabulary is padded beyond the target's are cut to it, and those that did not know it learn it:
+        their `config` changes accordingly.
+
         Args:
             unembedding: [V, H], the target's lm_head. Shared as it is, or its rows `token_map` copied once. Rows
-                beyond V (padding of the target's vocabulary) are left out.
-            embedding: [V, H], the target's token embedding, shared (read by root-conditioned heads only); likewise.
+                beyond the heads' V (padding of the target's vocabulary) are left out.
+            embedding: [V, H], the target's token embedding, shared (read by root-conditioned heads only).
 
         Raises:
             MedusaError: a target of other sizes.
         """
         config = self.config
+        vocab = unembedding.shape[0]
         for name, weight in (("lm_head", unembedding), ("embedding", embedding)):
-            if weight.shape[0] < config.vocab_size or weight.shape[1] != config.hidden_size:
+            fits = weight.shape[0] >= config.vocab_size or is_padding(weight.shape[0], config.vocab_size)
+            if not fits or weight.shape[1] != config.hidden_size:
                 wanted = f"the heads need [{config.vocab_size}, {config.hidden_size}]; use heads made for this target"
                 raise MedusaError.of(f"{name} of the target", list(weight.shape), wanted)
-        unembedding, embedding = unembedding[: config.vocab_size], embedding[: config.vocab_size]
+        if config.vocab_size == 0 or config.vocab_size > vocab:
+            self._cut_to(vocab)
+            config = self.config
+        unembedding = unembedding[: config.vocab_size]
         if self.unembedding is not None:
             self._bound_unembedding = self.unembedding.data
         else:
             rows = unembedding if self.token_map is None else unembedding[self.token_map.to(unembedding.device)]
             self._bound_unembedding = rows.contiguous()[None]
+        # Not cut: a root may be a token that was added to the target after the heads' training.
         self._bound_embedding = embedding if config.root_conditioned else None
         calibration = config.calibration
         temperatures = calibration.temperatures if calibration is not None else [1.0] * config.num_heads
         scale = torch.tensor([config.logit_scale / temperature for temperature in temperatures])
         self._scale = scale.to(unembedding.device)[None, :, None]
+
+    def _cut_to(self, vocab: int) -> None:
+        """Leave out tokens from `vocab` on: padding that the target does not have, so it never says them."""
+        sizes: dict[str, int] = {"vocab_size": vocab}
+        if self.token_map is not None:
+            kept = (self.token_map < vocab).nonzero().flatten()
+            self.token_map = self.token_map[kept]
+            sizes["draft_vocab_size"] = len(kept)
+        else:
+            kept = torch.arange(vocab)
+        if self.unembedding is not None:
+            own = self.unembedding.data[:, kept.to(self.unembedding.device)]
+            self.unembedding = nn.Parameter(own, requires_grad=False)
+        outputs = sizes.get("draft_vocab_size", vocab)
+        self.config = self.config.model_copy(update={**sizes, "top_k": min(self.config.top_k, outputs)})
 
     def unembedding_weight(self) -> Tensor:
         """[1 or K, Vd, H]: what hidden rows are multiplied with, the target's own unless the heads bring theirs.
