@@ -21,7 +21,7 @@ from vllm_medusa.heads.foreign import EMBEDDED
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.opening import CONFIG, open_folder, read_json
 from vllm_medusa.heads.storage import Weights
-from vllm_medusa.heads.vllm_format import to_vllm
+from vllm_medusa.heads.vllm_format import check_sayable, to_vllm
 
 WEIGHTS = "model.safetensors"
 
@@ -85,8 +85,9 @@ def save_vllm(heads: MedusaHeads, path: str | Path, unembedding: Tensor | None =
         unembedding: [V, H], the target's lm_head, for heads that share it and are not bound.
 
     Raises:
-        MedusaError: root-conditioned heads; heads that share an unembedding that is not given.
+        MedusaError: heads that vLLM's format cannot say; heads that share an unembedding that is not given.
     """
+    check_sayable(heads.config)
     if unembedding is not None and heads.config.unembedding == "target":
         written = (unembedding if heads.token_map is None else unembedding[heads.token_map])[None]
         vocab_size = unembedding.shape[0]

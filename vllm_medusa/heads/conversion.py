@@ -17,6 +17,7 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.opening import open_folder
 from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.heads.target import read_target
+from vllm_medusa.heads.vllm_format import check_sayable
 
 Format = Literal["ours", "vllm"]
 FORMATS: tuple[Format, ...] = ("ours", "vllm")
@@ -63,8 +64,9 @@ def convert(source: str, folder: Path, to: str, model: str | None = None) -> Con
     read = locate_heads(source)
     origin, heads = open_folder(read).origin, load_heads(read)
     unembedding = None if model is None else _fit(heads, model)
-    sayable = to == "vllm" and not heads.config.root_conditioned
-    if sayable and heads.config.unembedding == "target" and unembedding is None:
+    if to == "vllm":
+        check_sayable(heads.config)
+    if to == "vllm" and heads.config.unembedding == "target" and unembedding is None:
         fix = "vLLM's format needs the unembedding that these heads share with their target: name it by --model"
         raise MedusaError.of("model", None, fix)
     partial = folder.with_name(f".{folder.name}.partial")

@@ -21,15 +21,8 @@ from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.foreign import EMBEDDED
 
 
-def to_vllm(
-    config: HeadsConfig, tensors: Mapping[str, Tensor], unembedding: Tensor, vocab_size: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """vLLM's config.json and tensors for plain heads.
-
-    Args:
-        config, tensors: the heads and their state, by our names.
-        unembedding: [1 or K, Vd, H].
-        vocab_size: the target's; vLLM throws the reduced vocabulary away where its config says another.
+def check_sayable(config: HeadsConfig) -> None:
+    """Whether vLLM's format can say what these heads are.
 
     Raises:
         MedusaError: root-conditioned heads, or a reduced vocabulary with one unembedding per head: vLLM has neither.
@@ -40,6 +33,18 @@ def to_vllm(
     if config.unembedding == "per_head" and config.draft_vocab_size is not None:
         fix = "vLLM cannot load a reduced vocabulary with one unembedding per head; serve these heads with vllm-medusa"
         raise MedusaError.of("draft_vocab_size", config.draft_vocab_size, fix)
+
+
+def to_vllm(
+    config: HeadsConfig, tensors: Mapping[str, Tensor], unembedding: Tensor, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """vLLM's config.json and tensors for heads that `check_sayable` lets through.
+
+    Args:
+        config, tensors: the heads and their state, by our names.
+        unembedding: [1 or K, Vd, H].
+        vocab_size: the target's; vLLM throws the reduced vocabulary away where its config says another.
+    """
     shared = config.unembedding != "per_head"
     raw: dict[str, Any] = {
         "model_type": "medusa",
