@@ -142,8 +142,14 @@ def bench(
 
 @app.command()
 def train(
-    prompts: Annotated[Path, typer.Option(help="A .jsonl file with `prompt` or `turns` per line.")],
     out: Annotated[Path, typer.Option(help="Folder of the heads, written at the end.")],
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl file with `prompt` or `turns` per line.")] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .jsonl file with `text` per line in place of prompts: documents to go on from."
+        ),
+    ] = None,
     model: ModelOption = None,
     work: Annotated[
         Path | None,
@@ -163,23 +169,35 @@ def train(
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
     ] = 8192,
+    temperatures: Annotated[
+        str, typer.Option(help="One pass over the prompts each, until there are tokens enough; 0: greedy.")
+    ] = "0",
+    loss: Annotated[
+        Literal["ce", "kl", "mixed"],
+        typer.Option(help="Learn the token that came, the target's own distribution there, or half each."),
+    ] = "mixed",
     epochs: Annotated[int, typer.Option(min=1)] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option()] = 0,
     verbose: VerboseOption = False,
 ) -> None:
-    """Make heads for a model: it answers the prompts, heads learn from its hidden rows and are calibrated."""
+    """Make heads for a model: it answers the prompts, heads learn from its hidden rows and are calibrated.
+
+    A killed run goes on where it stopped when the same command is given again.
+    """
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_medusa.training.data import AnswerOptions
     from vllm_medusa.training.loop import LoopOptions
-    from vllm_medusa.training.run import TrainOptions
+    from vllm_medusa.training.options import TrainOptions, parse_temperatures
     from vllm_medusa.training.run import train as run_training
 
     with readable_errors():
         options = TrainOptions(
             model=model or default_model(),
             prompts=prompts,
+            texts=texts,
             out=out,
             work=work,
             base_model=base_model,
@@ -189,8 +207,8 @@ def train(
             num_layers=num_layers,
             root_conditioned=root_conditioned,
             draft_vocab_size=draft_vocab_size or None,
-            answers=AnswerOptions(seed=seed),
-            loop=LoopOptions(epochs=epochs, learning_rate=learning_rate, seed=seed),
+            answers=AnswerOptions(temperatures=parse_temperatures(temperatures), seed=seed),
+            loop=LoopOptions(epochs, batch_size, learning_rate, loss=loss, seed=seed),
         )
         run_training(options, Console())
 

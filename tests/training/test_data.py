@@ -1,19 +1,19 @@
-"""Prompts in, answers recorded shard by shard: bad files have names, a killed run goes on, wrong rows are noticed."""
+"""Answers recorded shard by shard: a killed run goes on, temperatures are passes, wrong rows are noticed."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.training import data
-from vllm_medusa.training.data import AnswerOptions, read_prompts, record_answers
+from vllm_medusa.training.data import AnswerOptions, record_answers
 from vllm_medusa.training.hidden import HiddenRows, RowWriter
 
 OPTIONS = AnswerOptions(max_new_tokens=3, max_model_len=16, shard_size=2, seed=5)
@@ -55,13 +55,12 @@ class FakeLLM:
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Path]]:
-    """record_answers with a fake engine; a prompt is a number, its only token."""
+    """record_answers with a fake engine; a prompt is a number, twice."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    monkeypatch.setattr(data, "render_prompts", lambda model, prompts: [[int(prompt)] * 2 for prompt in prompts])
 
     def run(llm: FakeLLM, prompts: Sequence[str], options: AnswerOptions = OPTIONS, **more: Any) -> list[Path]:
-        engine = SimpleNamespace(llm=llm)
-        return record_answers("target", prompts, tmp_path / "answers", options, engine=engine, **more)  # type: ignore[arg-type]
+        ids = [[int(prompt)] * 2 for prompt in prompts]
+        return record_answers(ids, tmp_path / "answers", options, SimpleNamespace(llm=llm), **more)  # type: ignore[arg-type]
 
     return run
 
@@ -99,52 +98,26 @@ def test_rows_that_do_not_match_the_answer_are_noticed(answer: Callable[..., lis
         answer(FakeLLM(spoil=True), ["10"])
 
 
-def test_sampled_and_greedy_answers_are_mixed_as_asked(answer: Callable[..., list[Path]]) -> None:
+def test_each_temperature_is_a_pass_over_all_prompts(answer: Callable[..., list[Path]]) -> None:
     llm = FakeLLM()
-    options = AnswerOptions(
-        max_new_tokens=3, max_model_len=16, shard_size=400, temperature=0.8, sampled_share=0.25, seed=1
-    )
-    (shard,) = answer(llm, [str(number) for number in range(400)], options)
-    sampled = sum(param.temperature == 0.8 for param in llm.params)
-    assert sampled == json.loads((shard / "done.json").read_text())["sampled_prompts"]
-    assert 70 <= sampled <= 130  # 100 of 400 expected, three standard deviations
-    assert all(param.temperature in (0.0, 0.8) for param in llm.params)
+    options = replace(OPTIONS, temperatures=(0.0, 0.8))
+    shards = answer(llm, ["10", "20", "30"], options)
+    assert [param.temperature for param in llm.params] == [0.0] * 3 + [0.8] * 3
+    assert [json.loads((shard / "done.json").read_text())["temperature"] for shard in shards] == [0.0, 0.0, 0.8, 0.8]
+    assert len({param.seed for param in llm.params}) == 6  # no two answers share their random numbers
+    assert len(np.unique(HiddenRows.open(shards).sequences)) == 6
+
+
+def test_another_temperature_may_be_added_later_but_none_changed(answer: Callable[..., list[Path]]) -> None:
+    prompts = ["10", "20", "30"]
+    answer(FakeLLM(), prompts)
+    more = FakeLLM()
+    answer(more, prompts, replace(OPTIONS, temperatures=(0.0, 0.8)))
+    assert [param.temperature for param in more.params] == [0.8] * 3
+    with pytest.raises(MedusaError, match="temperatures"):
+        answer(FakeLLM(), prompts, replace(OPTIONS, temperatures=(0.8,)))
 
 
 def test_prompts_that_leave_no_room_are_left_out(answer: Callable[..., list[Path]]) -> None:
     with pytest.raises(MedusaError, match="max_model_len=4"):
         answer(FakeLLM(), ["10"], AnswerOptions(max_new_tokens=3, max_model_len=4))
-
-
-def test_prompts_are_read_from_prompt_or_the_first_turn(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "one"}\n\n{"turns": ["two", "three"]}\n', encoding="utf-8")
-    assert read_prompts(file) == ["one", "two"]
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("", "holds no prompt"),
-        ('{"prompt": "a"}\nnot json\n', r"prompts\.jsonl:2"),
-        ('{"question": "a"}\n', r"prompts\.jsonl:1"),
-        ('{"turns": []}\n', r"prompts\.jsonl:1"),
-        ('{"prompt": 3}\n', "must be a string"),
-        ('{"prompt": ""}\n', "not empty"),
-        ("[1]\n", r"prompts\.jsonl:1"),
-        ("3\n", r"prompts\.jsonl:1"),
-    ],
-)
-def test_a_bad_prompt_file_is_named_with_its_line(tmp_path: Path, content: str, named: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(content, encoding="utf-8")
-    with pytest.raises(MedusaError, match=named):
-        read_prompts(file)
-
-
-def test_a_missing_or_binary_prompt_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MedusaError, match="cannot be read"):
-        read_prompts(tmp_path / "nowhere.jsonl")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(MedusaError, match="cannot be read"):
-        read_prompts(tmp_path / "binary")

@@ -15,7 +15,7 @@ from vllm_medusa.training.loop import LoopOptions, choose_draft_vocab, draft_tar
 
 VOCAB = 24
 Walks = Callable[[int, int], HiddenRows]
-FAST = LoopOptions(epochs=30, batch_size=64, learning_rate=5e-3)
+FAST = LoopOptions(epochs=30, batch_size=64, learning_rate=5e-3, loss="ce")
 
 
 def new_heads(target: torch.Tensor, **options: Any) -> MedusaHeads:
@@ -57,11 +57,11 @@ def test_the_root_is_used_where_the_row_does_not_tell(record: Callable[..., Hidd
 
 
 def test_the_same_seed_gives_the_same_heads(walks: Walks, target: torch.Tensor) -> None:
-    rows, options = walks(20, 1), LoopOptions(epochs=2, batch_size=32, seed=4)
+    rows, options = walks(20, 1), LoopOptions(epochs=2, batch_size=32, loss="ce", seed=4)
     first, second, other = (new_heads(target, root_conditioned=True) for _ in range(3))
     train_heads(first, rows, options)
     train_heads(second, rows, options)
-    train_heads(other, rows, LoopOptions(epochs=2, batch_size=32, seed=5))
+    train_heads(other, rows, LoopOptions(epochs=2, batch_size=32, loss="ce", seed=5))
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name])
     assert not torch.equal(first.layers[0].weight, other.layers[0].weight)
@@ -69,13 +69,13 @@ def test_the_same_seed_gives_the_same_heads(walks: Walks, target: torch.Tensor) 
 
 def test_the_target_is_not_touched(walks: Walks, target: torch.Tensor) -> None:
     before = target.clone()
-    train_heads(new_heads(target, root_conditioned=True), walks(10, 1), LoopOptions(epochs=1))
+    train_heads(new_heads(target, root_conditioned=True), walks(10, 1), LoopOptions(epochs=1, loss="ce"))
     assert torch.equal(target, before)
 
 
 def test_training_ends_with_heads_that_need_no_gradient(walks: Walks, target: torch.Tensor) -> None:
     heads = new_heads(target)
-    train_heads(heads, walks(10, 1), LoopOptions(epochs=1))
+    train_heads(heads, walks(10, 1), LoopOptions(epochs=1, loss="ce"))
     assert not any(parameter.requires_grad for parameter in heads.parameters()) and not heads.training
 
 
@@ -104,4 +104,4 @@ def test_an_impossible_draft_vocabulary_is_named(size: int) -> None:
 
 def test_answers_of_one_token_teach_nothing(record: Callable[..., HiddenRows], target: torch.Tensor) -> None:
     with pytest.raises(MedusaError, match="longer"):
-        train_heads(new_heads(target), record([[1], [2]]), LoopOptions())
+        train_heads(new_heads(target), record([[1], [2]]), LoopOptions(loss="ce"))

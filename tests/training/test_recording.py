@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_medusa.training import data
 from vllm_medusa.training.data import RECORDER, AnswerOptions, record_answers
 from vllm_medusa.training.hidden import HiddenRows
 
@@ -53,7 +52,6 @@ def test_rows_are_those_that_chose_the_tokens(
     from vllm import LLM
 
     ids = prompts(12)
-    monkeypatch.setattr(data, "render_prompts", lambda *_: ids)
     llm = LLM(
         str(model.folder),
         dtype="float32",
@@ -78,7 +76,7 @@ def test_rows_are_those_that_chose_the_tokens(
 
     monkeypatch.setattr(scheduler, "_preempt_request", counting)
     options = AnswerOptions(max_new_tokens=40, max_model_len=256, shard_size=7)
-    shards = record_answers("", [""] * 12, tmp_path, options, engine=SimpleNamespace(llm=llm))  # type: ignore[arg-type]
+    shards = record_answers(ids, tmp_path, options, SimpleNamespace(llm=llm))  # type: ignore[arg-type]
     rows = HiddenRows.open(shards)
     assert preempted, "the cache was large enough for all: make it smaller"
     assert len(shards) == 2 and len(np.unique(rows.sequences)) == 12

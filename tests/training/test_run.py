@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads, read_config
-from vllm_medusa.training import run
+from vllm_medusa.training import recorded
 from vllm_medusa.training.data import AnswerOptions
 from vllm_medusa.training.hidden import RowWriter
 from vllm_medusa.training.loop import LoopOptions
-from vllm_medusa.training.run import TrainOptions, train
+from vllm_medusa.training.options import TrainOptions, parse_temperatures
+from vllm_medusa.training.run import train
 
 VOCAB, HIDDEN = 24, 16
 
@@ -25,18 +26,20 @@ VOCAB, HIDDEN = 24, 16
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.Tensor) -> TrainOptions:
     """A toy target on disk, prompts that are numbers, and a recorder that counts on from them by threes."""
 
-    def record(model: str, prompts: Sequence[str], folder: Path, *_: Any, **__: Any) -> list[Path]:
+    def record(prompts: Sequence[list[int]], folder: Path, *_: Any, **__: Any) -> list[Path]:
         shard = folder / "shard-0000"
         writer, generator = RowWriter(shard, HIDDEN), torch.Generator().manual_seed(len(prompts))
         for number, prompt in enumerate(prompts):
-            tokens = [(int(prompt) + 3 * i) % VOCAB for i in range(12)]
+            tokens = [(prompt[0] + 3 * i) % VOCAB for i in range(12)]
             hidden = target[torch.tensor(tokens)] + 0.1 * torch.randn(12, HIDDEN, generator=generator)
             writer.append([number] * 12, list(range(12)), tokens, hidden)
         writer.close()
-        (shard / "done.json").write_text(json.dumps({"prompts": len(prompts), "tokens": 12 * len(prompts)}))
+        facts = {"prompts": len(prompts), "tokens": 12 * len(prompts), "temperature": 0.0, "seconds": 1.0}
+        (shard / "done.json").write_text(json.dumps(facts))
         return [shard]
 
-    monkeypatch.setattr(run, "record_answers", record)
+    monkeypatch.setattr(recorded, "record_answers", record)
+    monkeypatch.setattr(recorded, "render_prompts", lambda _, prompts: [[int(prompt)] for prompt in prompts])
     model = tmp_path / "model"
     model.mkdir()
     save_file({"model.embed_tokens.weight": target}, model / "model.safetensors")
@@ -92,14 +95,14 @@ def test_rows_made_in_another_way_are_not_mixed_in(options: TrainOptions, change
 def test_a_prompt_is_never_on_both_sides(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"prompt": str(number % 50)}) for number in range(100)]
     options.prompts.write_text("\n".join(lines))
-    asked: list[list[str]] = []
-    real = run.record_answers
+    asked: list[list[int]] = []
+    real = recorded.record_answers
 
-    def spy(model: str, prompts: Sequence[str], *rest: Any, **more: Any) -> list[Path]:
-        asked.append(list(prompts))
-        return real(model, prompts, *rest, **more)
+    def spy(prompts: Sequence[list[int]], *rest: Any, **more: Any) -> list[Path]:
+        asked.append([prompt[0] for prompt in prompts])
+        return real(prompts, *rest, **more)
 
-    monkeypatch.setattr(run, "record_answers", spy)
+    monkeypatch.setattr(recorded, "record_answers", spy)
     train(replace(options, loop=LoopOptions(epochs=1)))
     held, learnt = asked
     assert len(held) == 20 and len(learnt) == 30 and not set(held) & set(learnt)
@@ -113,3 +116,15 @@ def test_too_few_prompts_are_named(options: TrainOptions) -> None:
 def test_a_model_that_is_no_folder_is_named(options: TrainOptions) -> None:
     with pytest.raises(MedusaError, match="model="):
         train(replace(options, model="nowhere"))
+
+
+def test_prompts_and_texts_together_are_refused(options: TrainOptions) -> None:
+    for change in ({"prompts": None}, {"texts": options.prompts}):
+        with pytest.raises(MedusaError, match="either prompts or texts"):
+            train(replace(options, **change))
+
+
+@pytest.mark.parametrize("text", ["", "0,,1", "warm", "-1", "0,0", "9"])
+def test_temperatures_that_cannot_be_are_named(text: str) -> None:
+    with pytest.raises(MedusaError, match="temperatures="):
+        parse_temperatures(text)

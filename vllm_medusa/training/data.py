@@ -1,7 +1,7 @@
 """Self-distillation data: the target answers prompts through vLLM itself, and its hidden rows are kept.
 
 Medusa heads guess what *this* target says next, so they learn from its own answers (Cai et al. 2024, arXiv:2401.10774,
-section 2.3.2), with its chat template where there is one. Answers are made in shards; a shard that is finished carries
+section 2.3.2), greedy or sampled. Answers are made in shards; a shard that is finished carries
 a `done.json` and is never made again, so a killed run goes on where it stopped.
 """
 
@@ -11,10 +11,9 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.training.hidden import HiddenRows
@@ -31,84 +30,65 @@ class AnswerOptions:
     max_model_len: int = 1024
     batch_size: int = 128
     shard_size: int = 512
-    temperature: float = 0.0  # of the sampled share; 0 makes every answer greedy
-    sampled_share: float = 0.0  # share of prompts answered at `temperature`, the rest greedily
+    temperatures: tuple[float, ...] = (0.0,)  # one pass over all prompts each, until there are tokens enough; 0: greedy
     seed: int = 0
     dtype: str = "bfloat16"
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a JSON-lines file: each line has `prompt`, or `turns` of which the first is used."""
-    prompts = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MedusaError.of("prompts", str(path), f"cannot be read ({error}); give a JSON-lines file") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            prompt = row["prompt"] if "prompt" in row else row["turns"][0]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            fix = 'each line must be a JSON object with "prompt", or with "turns" that is not empty'
-            raise MedusaError.of("prompts", f"{path}:{number}", fix) from error
-        if not isinstance(prompt, str) or not prompt:
-            raise MedusaError.of("prompts", f"{path}:{number}", "the prompt must be a string that is not empty")
-        prompts.append(prompt)
-    if not prompts:
-        raise MedusaError.of("prompts", str(path), "the file holds no prompt; give at least one line")
-    return prompts
-
-
-def render_prompts(model: str, prompts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each prompt as the target sees it: chat template applied when its tokenizer has one."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if tokenizer.chat_template is None:
-        return [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
 def record_answers(
-    model: str,
-    prompts: Sequence[str],
+    ids: Sequence[list[int]],
     folder: Path,
     options: AnswerOptions,
+    engine: "AnsweringEngine",
     *,
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts_done, tokens_done: None,
-    engine: "AnsweringEngine | None" = None,
 ) -> list[Path]:
-    """Answer `prompts` in order, shard by shard, until they end or `max_tokens` answer tokens exist.
+    """Answer prompts in order, shard by shard, until they end or `max_tokens` answer tokens exist.
 
-    Returns the finished stores (see hidden.py). Shards made by an earlier run with the same folder are kept.
-    `engine`: one to share between several calls; else one is started here when there is work for it.
+    With several temperatures all prompts are answered at the first, then all again at the second, and so on.
+
+    Args:
+        ids: token ids of each prompt (see `render_prompts`); those that leave no room for an answer are left out.
+        folder: where the shards lie; those of an earlier run are kept.
+        options: see AnswerOptions.
+        engine: asked only if there is something left to answer.
+        max_tokens: None: no limit.
+        on_progress: told after every shard.
+
+    Returns:
+        The finished stores (see hidden.py).
+
+    Raises:
+        MedusaError: no prompt leaves room; shards that were made at another temperature.
     """
-    if engine is None:
-        with AnsweringEngine(model, options) as own:
-            return record_answers(
-                model, prompts, folder, options, max_tokens=max_tokens, on_progress=on_progress, engine=own
-            )
-    ids = [row for row in render_prompts(model, prompts) if len(row) + options.max_new_tokens <= options.max_model_len]
+    ids = [row for row in ids if len(row) + options.max_new_tokens <= options.max_model_len]
     if not ids:
         fix = f"no prompt leaves room for {options.max_new_tokens} new tokens in {options.max_model_len}; raise it"
         raise MedusaError.of("max_model_len", options.max_model_len, fix)
     done, total = [], 0
-    for first in range(0, len(ids), options.shard_size):
+    firsts = range(0, len(ids), options.shard_size)
+    for number, (temperature, first) in enumerate(product(options.temperatures, firsts)):
         if max_tokens is not None and total >= max_tokens:
             break
-        shard = folder / f"shard-{first // options.shard_size:04d}"
+        shard = folder / f"shard-{number:04d}"
         chosen = ids[first : first + options.shard_size]
         if not (shard / DONE).exists():
-            _record_shard(engine.llm, chosen, shard, options, first)
-        total += int(json.loads((shard / DONE).read_text())["tokens"])
+            _record_shard(engine.llm, chosen, shard, options, temperature, number * options.shard_size)
+        facts = read_facts(shard)
+        if facts["temperature"] != temperature:
+            fix = f"{shard} was answered at {facts['temperature']}; name another work folder or delete it"
+            raise MedusaError.of("temperatures", list(options.temperatures), fix)
+        total += facts["tokens"]
         done.append(shard)
-        on_progress(min(first + len(chosen), len(ids)), total)
+        on_progress(min((number + 1) * options.shard_size, len(ids) * len(options.temperatures)), total)
     return done
+
+
+def read_facts(shard: Path) -> dict[str, Any]:
+    """What a finished shard says of itself: prompts, tokens, temperature, seconds."""
+    facts: dict[str, Any] = json.loads((shard / DONE).read_text())
+    return facts
 
 
 class AnsweringEngine:
@@ -149,18 +129,16 @@ class AnsweringEngine:
         return self._llm
 
 
-def _record_shard(llm: Any, ids: Sequence[list[int]], shard: Path, options: AnswerOptions, first: int) -> None:
+def _record_shard(
+    llm: Any, ids: Sequence[list[int]], shard: Path, options: AnswerOptions, temperature: float, number: int
+) -> None:
+    """Answer `ids` into a new store; `number`, different for every shard, keeps the seeds of answers apart."""
     from vllm import SamplingParams
 
     if shard.exists():
         shutil.rmtree(shard)  # half a shard from a killed run
-    sampled = np.random.default_rng([options.seed, first]).random(len(ids)) < options.sampled_share
     params = [
-        SamplingParams(
-            temperature=options.temperature if sampled[i] else 0.0,
-            max_tokens=options.max_new_tokens,
-            seed=options.seed + first + i,
-        )
+        SamplingParams(temperature=temperature, max_tokens=options.max_new_tokens, seed=options.seed + number + i)
         for i in range(len(ids))
     ]
     began = time.monotonic()
@@ -172,10 +150,12 @@ def _record_shard(llm: Any, ids: Sequence[list[int]], shard: Path, options: Answ
     facts = {
         "prompts": len(ids),
         "tokens": sum(map(len, answers)),
-        "sampled_prompts": int(sampled.sum()),
+        "temperature": temperature,
         "seconds": round(time.monotonic() - began, 1),
     }
-    (shard / DONE).write_text(json.dumps(facts))
+    partial = shard / f"{DONE}.partial"
+    partial.write_text(json.dumps(facts))
+    os.replace(partial, shard / DONE)
 
 
 def _check_complete(shard: Path, names: Sequence[str], answers: dict[str, list[int]]) -> None:

@@ -17,6 +17,7 @@ array([11, 12, 21, 22], dtype=int32)
 """
 
 import json
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,13 @@ class HiddenRows:
             here = store_of == number
             out[here] = self._stores[number][self._row_of[rows[here]]]
         return torch.from_numpy(out).view(torch.bfloat16)
+
+    def release(self) -> None:
+        """Give mapped pages back: they stay in the file cache, but no longer count as this process's memory."""
+        for store in self._stores:
+            mapping = getattr(store, "_mmap", None)
+            if mapping is not None:
+                mapping.madvise(mmap.MADV_DONTNEED)
 
     def targets(self, num_heads: int) -> npt.NDArray[np.int64]:
         """Head k's target for every row, int64 [n, K]: the token k+1 places after the root; -1 past the answer's end.

@@ -1,13 +1,15 @@
 """Medusa-1 training: the target is frozen, each head learns the token it will be asked for.
 
 Loss (Cai et al. 2024, arXiv:2401.10774, section 2.2.1): sum over heads k of 0.8^k times cross-entropy, over the draft
-vocabulary; a target outside it teaches nothing (and counts as a miss when accuracy is measured).
+vocabulary, against the token that came or the target's distribution there (lessons.py). A token outside the draft
+vocabulary teaches nothing (and counts as a miss when accuracy is measured).
 """
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,11 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.cross_entropy import linear_cross_entropy
 from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.lessons import Lessons, Loss
+from vllm_medusa.training.snapshot import Snapshots
+from vllm_medusa.training.teacher import Teacher
+
+_RELEASE = 200  # steps after which mapped pages of the store are given back
 
 
 @dataclass(frozen=True)
@@ -25,11 +32,12 @@ class LoopOptions:
     """How the heads learn. `learning_rate` is the peak, after a linear warm-up, before a cosine down to zero."""
 
     epochs: int = 2
-    batch_size: int = 1024
+    batch_size: int = 256
     learning_rate: float = 1.5e-3
     warmup_share: float = 0.05
     weight_decay: float = 0.01
     head_decay: float = 0.8
+    loss: Loss = "mixed"
     seed: int = 0
 
 
@@ -75,6 +83,9 @@ def train_heads(
     rows: HiddenRows,
     options: LoopOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    *,
+    teacher: Teacher | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Progress:
     """Train bound float32 heads in place, with bfloat16 products, on all rows; the same seed gives the same heads.
 
@@ -83,57 +94,101 @@ def train_heads(
         rows: n rows; a row's token is the root that conditions the heads.
         options: see LoopOptions.
         on_progress: told after every step.
+        teacher: the target's own distributions at these rows, for every loss but "ce".
+        snapshots: where the run's state is kept, and gone on from if it is there: the result is that of an unbroken
+            run, bit for bit. The caller names the file after everything that decides the result (`run_name`).
     """
     if heads.config.unembedding != "target":
         fix = "only heads that share the target's unembedding can be trained"
         raise MedusaError.of("unembedding", heads.config.unembedding, fix)
-    targets = draft_targets(rows, heads)
-    useful = np.flatnonzero((targets >= 0).any(axis=1))
+    if options.loss != "ce" and teacher is None:
+        raise ValueError(f"loss {options.loss!r} needs a teacher")
+    lessons = Lessons(draft_targets(rows, heads), options.loss, None if options.loss == "ce" else teacher)
+    useful = lessons.useful()
     if len(useful) == 0:
         raise MedusaError.of("rows", len(rows), "no answer is longer than one token; record longer answers")
-    steps = options.epochs * math.ceil(len(useful) / options.batch_size)
+    run = _Run(heads, rows, lessons, options, math.ceil(len(useful) / options.batch_size))
+    run.restore(snapshots)
     heads.requires_grad_(True).train()
-    optimizer = torch.optim.AdamW(
-        _groups(heads, rows, options), lr=options.learning_rate, betas=(0.9, 0.99), fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_cosine(steps, options.warmup_share))
-    decay = torch.tensor([options.head_decay**head for head in range(heads.config.num_heads)])
-    progress, began = Progress(steps), time.monotonic()
-    for epoch in range(options.epochs):
+    first_epoch, done = divmod(run.progress.step, run.steps_per_epoch)
+    for epoch in range(first_epoch, options.epochs):
         order = np.random.default_rng([options.seed, epoch]).permutation(useful)
-        for first in range(0, len(order), options.batch_size):
-            chosen = np.sort(order[first : first + options.batch_size])  # in order: kinder to the disk
-            losses = _step(heads, rows, chosen, torch.from_numpy(targets[chosen]), decay)
-            torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-            progress.step += 1
-            progress.seconds = time.monotonic() - began
-            seen = progress.losses or losses
-            progress.losses = [0.95 * old + 0.05 * new for old, new in zip(seen, losses, strict=True)]
-            on_progress(progress)
+        for first in range(done * options.batch_size, len(order), options.batch_size):
+            run.step(np.sort(order[first : first + options.batch_size]))  # in order: kinder to the disk
+            if snapshots is not None and (snapshots.due() or run.progress.step == run.progress.steps):
+                snapshots.keep(run.state())
+            on_progress(run.progress)
+        done = 0
     heads.requires_grad_(False).eval()
-    return progress
+    return run.progress
 
 
-def _step(
-    heads: MedusaHeads, rows: HiddenRows, chosen: npt.NDArray[np.int64], targets: Tensor, decay: Tensor
-) -> list[float]:
-    """Forward and backward of one batch; returns the mean loss of each head."""
-    weight = heads.unembedding_weight()[0]
-    hidden = rows.gather(chosen).to(weight.device)
-    roots = torch.from_numpy(rows.tokens[chosen].astype(np.int64)).to(weight.device)
-    with torch.autocast(weight.device.type, dtype=torch.bfloat16):
-        states = heads.states(hidden, roots)
-    losses: list[Tensor] = []
-    for head in range(targets.shape[1]):
-        valid = (targets[:, head] >= 0).nonzero().flatten()
-        each = torch.full((len(valid),), 1.0 / max(len(valid), 1))
-        goal = targets[valid, head].to(weight.device)
-        losses.append(linear_cross_entropy(states[valid.to(weight.device), head], weight, goal, each.to(weight.device)))
-    torch.stack(losses).mul(decay.to(weight.device)).sum().backward()
-    return [float(loss.detach()) for loss in losses]
+class _Run:
+    """One training run between two steps: all that a snapshot must hold, and how a step changes it."""
+
+    def __init__(
+        self, heads: MedusaHeads, rows: HiddenRows, lessons: Lessons, options: LoopOptions, steps_per_epoch: int
+    ) -> None:
+        self.heads, self.rows, self.lessons, self.steps_per_epoch = heads, rows, lessons, steps_per_epoch
+        self.progress = Progress(options.epochs * steps_per_epoch)
+        device = heads.unembedding_weight().device
+        self.decay = torch.tensor([options.head_decay**head for head in range(heads.config.num_heads)]).to(device)
+        self.optimizer = torch.optim.AdamW(
+            _groups(heads, rows, options), lr=options.learning_rate, betas=(0.9, 0.99), fused=True
+        )
+        factor = _warm_cosine(self.progress.steps, options.warmup_share)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+
+    def step(self, chosen: npt.NDArray[np.int64]) -> None:
+        """Learn from the rows `chosen`."""
+        began = time.monotonic()
+        losses = self._losses(chosen)
+        torch.stack(losses).mul(self.decay).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        now = self.progress
+        now.step += 1
+        now.seconds += time.monotonic() - began
+        means = [float(loss.detach()) for loss in losses]
+        now.losses = [0.95 * old + 0.05 * new for old, new in zip(now.losses or means, means, strict=True)]
+        if now.step % _RELEASE == 0:
+            self.rows.release()
+
+    def _losses(self, chosen: npt.NDArray[np.int64]) -> list[Tensor]:
+        """Mean loss of each head."""
+        weight = self.heads.unembedding_weight()[0]
+        device = weight.device
+        hidden = self.rows.gather(chosen).to(device)
+        roots = torch.from_numpy(self.rows.tokens[chosen].astype(np.int64)).to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            states = self.heads.states(hidden, roots)
+        losses = []
+        for head in range(states.shape[1]):
+            lesson = self.lessons.of(chosen, head)
+            targets, shares, weights = lesson.targets.to(device), lesson.shares.to(device), lesson.weights.to(device)
+            losses.append(linear_cross_entropy(states[:, head], weight, targets, shares, weights))
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on; batches follow from the seed and the step."""
+        return {
+            "heads": self.heads.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "progress": asdict(self.progress),
+        }
+
+    def restore(self, snapshots: Snapshots | None) -> None:
+        """Go on from where `snapshots` stands, if it stands anywhere."""
+        state = snapshots.read() if snapshots is not None else None
+        if state is None:
+            return
+        self.heads.load_state_dict(state["heads"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.progress = Progress(**state["progress"])
 
 
 def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[dict]:

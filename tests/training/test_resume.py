@@ -1,0 +1,167 @@
+"""A training run that is killed, by SIGKILL and anywhere, ends in the same heads as one that was not, bit for bit."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from vllm_medusa.training.snapshot import Snapshots, run_name
+
+# The whole of `train` on a toy target. Answers come from a stand-in for vLLM; each event is printed as it happens.
+SCRIPT = """
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from vllm_medusa.training import data, loop, recorded, run, snapshot
+from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.hidden import RowWriter
+from vllm_medusa.training.loop import LoopOptions
+from vllm_medusa.training.options import TrainOptions
+
+root, loss = Path(sys.argv[1]), sys.argv[2]
+target = torch.randn(24, 16, generator=torch.Generator().manual_seed(5))
+
+
+class Target:
+    def collective_rpc(self, method, kwargs=None):
+        if method == "start_recording":
+            self.folder = Path(kwargs["folder"])
+        return [self.names] if method == "finish_recording" else [None]
+
+    def generate(self, prompts, params, use_tqdm):
+        writer, outputs = RowWriter(self.folder, 16), []
+        for number, (prompt, param) in enumerate(zip(prompts, params)):
+            noise = torch.Generator().manual_seed(param.seed)
+            tokens = [(prompt["prompt_token_ids"][0] + 3 * i) % 24 for i in range(12)]
+            rows = target[torch.tensor(tokens)] + 0.1 * torch.randn(12, 16, generator=noise)
+            writer.append([number] * 12, list(range(12)), tokens, rows)
+            outputs.append(SimpleNamespace(request_id=str(number), outputs=[SimpleNamespace(token_ids=tokens)]))
+            print("answer", flush=True)
+        self.names = [output.request_id for output in outputs]
+        writer.close()
+        return outputs
+
+
+sys.modules["vllm"] = SimpleNamespace(SamplingParams=SimpleNamespace)
+data.AnsweringEngine.llm = Target()
+recorded.render_prompts = lambda _, prompts: [[int(prompt)] for prompt in prompts]
+run.Snapshots = partial(snapshot.Snapshots, seconds=0.0)  # one at every step
+real = loop._Run.step
+
+
+def step(self, chosen):
+    real(self, chosen)
+    print("step", self.progress.step, flush=True)
+
+
+loop._Run.step = step
+calibrate = run.calibrate
+
+
+def calibrating(*arguments):
+    print("calibrating", flush=True)
+    return calibrate(*arguments)
+
+
+run.calibrate = calibrating
+run.train(
+    TrainOptions(
+        str(root / "model"), root / "prompts.jsonl", root / "heads", held_out=20, num_heads=2, num_layers=2,
+        draft_vocab_size=20, answers=AnswerOptions(shard_size=16, temperatures=(0.0, 0.7)),
+        loop=LoopOptions(epochs=3, batch_size=128, loss=loss),
+    )
+)
+"""
+
+
+def start(root: Path, loss: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(root), loss]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_to_the_end(root: Path, loss: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    with start(root, loss) as process:
+        out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    return load_file(root / "heads" / "model.safetensors"), out.splitlines()
+
+
+def kill_at(root: Path, loss: str, event: str, count: int) -> list[str]:
+    """Kill the run when `event` has come `count` times; returns the lines seen."""
+    seen: list[str] = []
+    with start(root, loss) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            seen.append(line.strip())
+            if sum(entry.startswith(event) for entry in seen) == count:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.wait(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    return seen
+
+
+def prepare(root: Path) -> Path:
+    from safetensors.torch import save_file
+
+    (root / "model").mkdir(parents=True)
+    target = torch.randn(24, 16, generator=torch.Generator().manual_seed(5))
+    save_file({"model.embed_tokens.weight": target}, root / "model" / "model.safetensors")
+    (root / "prompts.jsonl").write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(80)))
+    return root
+
+
+def test_a_killed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
+    loss = "mixed"
+    unbroken, whole = run_to_the_end(prepare(tmp_path / "unbroken"), loss)
+    root = prepare(tmp_path / "killed")
+    kill_at(root, loss, "answer", 50)  # in the middle of a shard
+    kill_at(root, loss, "step", 4)
+    kill_at(root, loss, "step", 15)  # in a later epoch
+    killed, last = run_to_the_end(root, loss)
+    assert killed.keys() == unbroken.keys()
+    for name, tensor in unbroken.items():
+        assert torch.equal(tensor, killed[name]), name
+    # It went on, instead of beginning again: what was finished was not made a second time.
+    assert whole.count("answer") == 20 + 2 * 60 and "answer" not in last
+    first_step = next(line for line in last if line.startswith("step"))
+    assert 15 <= int(first_step.split()[1]) <= 20
+    assert not list((root / "heads-rows").glob("run-*"))  # nothing is left of the run but its rows
+
+
+def test_a_run_killed_behind_its_last_step_does_not_train_again(tmp_path: Path) -> None:
+    root = prepare(tmp_path)
+    kill_at(root, "ce", "calibrating", 1)
+    _, last = run_to_the_end(root, "ce")
+    assert not any(line.startswith("step") for line in last)
+
+
+def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "deep" / "run.pt")
+    assert snapshots.read() is None
+    snapshots.keep({"step": 1, "weights": torch.ones(3)})
+    (tmp_path / "deep" / "run.pt.partial").write_bytes(b"half a snapsh")  # killed while it wrote the second
+    state = snapshots.read()
+    assert state is not None and state["step"] == 1 and torch.equal(state["weights"], torch.ones(3))
+    snapshots.remove()
+    assert not list((tmp_path / "deep").iterdir())
+
+
+def test_snapshots_come_no_more_often_than_asked(tmp_path: Path) -> None:
+    assert not Snapshots(tmp_path / "run.pt", seconds=60.0).due()
+    assert Snapshots(tmp_path / "run.pt", seconds=0.0).due()
+
+
+def test_a_run_is_named_after_all_that_decides_its_result() -> None:
+    names = {
+        run_name({"seed": seed}, kind, tokens) for seed in (0, 1) for kind in ("a", "b") for tokens in (b"x", b"y")
+    }
+    assert len(names) == 8
+    assert run_name({"a": 1, "b": 2}) == run_name({"b": 2, "a": 1})

@@ -1,0 +1,63 @@
+"""What `train` is asked for."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.loop import LoopOptions
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Everything `train` is asked for.
+
+    Attributes:
+        model: folder of the target.
+        prompts: JSON lines with `prompt` or `turns`, answered in the target's chat template; None: see `texts`.
+        out: folder of the heads, written at the end.
+        texts: in place of `prompts`, JSON lines with `text`: plain documents, whose first `text_tokens` tokens the
+            target goes on from without a chat template.
+        work: where recorded rows are kept, so that a killed run goes on; None: beside `out`, as NAME-rows.
+        base_model: the target's public name, for the card; None: the folder's name.
+        held_out: the first prompts (or texts) are kept for calibration and answered greedily.
+        max_tokens: answer tokens to learn from; fewer if the prompts end before, at every temperature.
+        draft_vocab_size: tokens the heads can guess, the most frequent ones of the answers; None: all.
+    """
+
+    model: str
+    prompts: Path | None
+    out: Path
+    texts: Path | None = None
+    text_tokens: int = 64
+    work: Path | None = None
+    base_model: str | None = None
+    held_out: int = 128
+    max_tokens: int = 640_000
+    num_heads: int = 4
+    num_layers: int = 2
+    root_conditioned: bool = True
+    draft_vocab_size: int | None = 8192
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    loop: LoopOptions = field(default_factory=LoopOptions)
+
+    @property
+    def rows_folder(self) -> Path:
+        """Where recorded rows lie."""
+        return self.work or self.out.with_name(self.out.name + "-rows")
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    """Temperatures in the order in which the prompts are answered at them.
+
+    >>> parse_temperatures("0, 0.7")
+    (0.0, 0.7)
+    """
+    fix = "give numbers from 0 to 5 that differ, with commas between them, such as 0,0.7"
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise MedusaError.of("temperatures", text, fix) from None
+    if not all(0.0 <= temperature <= 5.0 for temperature in found) or len(set(found)) != len(found):
+        raise MedusaError.of("temperatures", text, fix)
+    return found

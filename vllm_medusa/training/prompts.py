@@ -1,0 +1,60 @@
+"""What the target is asked: prompts in its chat template, or the beginnings of plain documents."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.errors import MedusaError
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts of a JSON-lines file: each line has `prompt`, or `turns` of which the first is used."""
+    return _read_lines(path, "prompts", lambda row: row["prompt"] if "prompt" in row else row["turns"][0])
+
+
+def read_texts(path: Path) -> list[str]:
+    """Documents of a JSON-lines file: each line has `text`."""
+    return _read_lines(path, "texts", lambda row: row["text"])
+
+
+def render_prompts(model: str, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each prompt as the target sees it: chat template applied when its tokenizer has one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.chat_template is None:
+        return [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def render_texts(model: str, texts: Sequence[str], length: int) -> list[list[int]]:
+    """The first `length` token ids of each document, without a chat template: what the target is to go on from."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
+
+
+def _read_lines(path: Path, key: str, pick: Callable[[Any], Any]) -> list[str]:
+    wanted = '"prompt", or with "turns" that is not empty' if key == "prompts" else '"text"'
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise MedusaError.of(key, str(path), f"cannot be read ({error}); give a JSON-lines file") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = pick(json.loads(line))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise MedusaError.of(key, f"{path}:{number}", f"each line must be a JSON object with {wanted}") from error
+        if not isinstance(text, str) or not text:
+            raise MedusaError.of(key, f"{path}:{number}", "it must be a string that is not empty")
+        found.append(text)
+    if not found:
+        raise MedusaError.of(key, str(path), "the file holds no prompt; give at least one line")
+    return found

@@ -1,0 +1,85 @@
+"""What the target itself would have said at every stored row: its likeliest tokens, kept on disk, memory-mapped.
+
+The row that produced a token holds the target's whole distribution there, softmax(row · unembedding). So a head that
+looks k + 1 tokens ahead can learn from the distribution k + 1 rows further on (knowledge distillation, Hinton et al.
+2015, arXiv:1503.02531), at the price of one product per row, once, whatever the number of heads and epochs.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.hidden import HiddenRows
+
+TOP = 16
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution over the draft vocabulary at n rows, its likeliest tokens only.
+
+    Attributes:
+        tokens: int32 [n, S], indices into the draft vocabulary, likeliest first.
+        shares: float16 [n, S], their probabilities; they sum to a little less than 1.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    shares: npt.NDArray[np.float16]
+
+
+def make_teacher(
+    heads: MedusaHeads,
+    rows: HiddenRows,
+    folder: Path,
+    on_progress: Callable[[int, int], None] = lambda done, rows: None,
+) -> Teacher:
+    """Ask the target bound to `heads` for its distribution at every row, or find in `folder` what was asked before.
+
+    Two files named after the rows and the draft vocabulary; each is complete or absent, a killed run starts again.
+    """
+    top = min(TOP, heads.config.num_outputs)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = folder / f"teacher-{_fingerprint(heads, rows, top)}"
+    files = [named.with_suffix(suffix) for suffix in (".tokens", ".shares")]
+    if not all(file.exists() for file in files):
+        partial = [file.with_name(file.name + ".partial") for file in files]
+        _write(heads, rows, top, partial, on_progress)
+        for source, file in zip(partial, files, strict=True):
+            os.replace(source, file)
+    shape = (len(rows), top)
+    return Teacher(
+        np.memmap(files[0], dtype=np.int32, mode="r", shape=shape),
+        np.memmap(files[1], dtype=np.float16, mode="r", shape=shape),
+    )
+
+
+@torch.inference_mode()
+def _write(
+    heads: MedusaHeads, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
+) -> None:
+    weight = heads.unembedding_weight()[0]
+    with files[0].open("wb") as tokens, files[1].open("wb") as shares:
+        for first in range(0, len(rows), _BATCH):
+            where = np.arange(first, min(first + _BATCH, len(rows)))
+            logits = (rows.gather(where).to(weight.device, weight.dtype) @ weight.T).float()
+            best = logits.topk(top, dim=-1)
+            probabilities = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+            tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
+            shares.write(probabilities.to("cpu", torch.float16).numpy().tobytes())
+            on_progress(int(where[-1]) + 1, len(rows))
+
+
+def _fingerprint(heads: MedusaHeads, rows: HiddenRows, top: int) -> str:
+    digest = hashlib.sha256(f"{top} {len(rows)} {heads.config.num_outputs}".encode())
+    digest.update(np.ascontiguousarray(rows.tokens).tobytes())
+    if heads.token_map is not None:
+        digest.update(heads.token_map.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
