@@ -12,6 +12,7 @@ import torch
 from engines import MAX_LEN, SPEAKING, VOCAB, Engine, Oracle, start
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+PROCESSORS = ["processors:NoRepeat", "processors:Alternate"]
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -43,14 +44,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with SmolLM2's tokenizer and two thinking tokens: texts, stop strings, grammars, cheaply."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    from vllm_medusa.defaults import default_model
+    """A tiny random Llama that has a tokenizer, with two thinking tokens: texts, stop strings, grammars, cheaply."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny-speaker")
-    tokenizer = AutoTokenizer.from_pretrained(default_model())
-    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer = _small_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(17)
     config = LlamaConfig(
@@ -70,6 +68,25 @@ def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def _small_tokenizer() -> Any:
+    """Byte-level BPE of about a thousand tokens, made from the README."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<think>", "</think>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=alphabet)
+    text = (Path(__file__).parents[2] / "README.md").read_text() + "red green blue and certainly not perhaps " * 9
+    tokenizer.train_from_iterator(text.splitlines(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        additional_special_tokens=["<think>", "</think>"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -124,14 +141,14 @@ def tiny_medusa(tiny_model: Path, tiny_heads: Path) -> Engine:
 @pytest.fixture(scope="session")
 def speaker(speaker_model: Path) -> Engine:
     """Plain vLLM on the model that has a tokenizer."""
-    return start(speaker_model, **SPEAKING)
+    return start(speaker_model, **SPEAKING, logits_processors=PROCESSORS)
 
 
 @pytest.fixture(scope="session")
 def speaker_medusa(speaker_model: Path, speaker_heads: Path) -> Engine:
     """Trees of up to 32 nodes on it."""
     medusa = {"num_speculative_tokens": 32, "adaptive": False}
-    return start(speaker_model, speaker_heads, **SPEAKING, medusa=medusa)
+    return start(speaker_model, speaker_heads, **SPEAKING, medusa=medusa, logits_processors=PROCESSORS)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ and plants it on a path of a random tree.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,14 +88,14 @@ class Oracle:
 
     Attributes:
         engine: whose runner drafts by this oracle.
-        answers: the true continuation by prompt.
+        answers: the true continuation by prompt, or by (prompt, number of the copy).
         shape: gives a tree for each draft.
         rng: chooses paths and junk.
         misses: how often a step plants nothing.
     """
 
     engine: Engine
-    answers: dict[tuple[int, ...], list[int]]
+    answers: dict[Any, list[int]]
     shape: Callable[[np.random.Generator], Tree]
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     misses: float = 0.2
@@ -108,12 +109,20 @@ class Oracle:
         parents, ranks = tokens.copy(), np.zeros_like(tokens)
         for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             request = self.engine.runner.requests[self.engine.runner.input_batch.req_ids[row]]
-            truth = self.answers[tuple(request.prompt_token_ids)][len(request.output_token_ids) :]
+            truth = self._answer(request)[len(request.output_token_ids) :]
             n = tree.num_nodes
             tokens[place, :n] = self.plant(tree, truth)
             parents[place, :n], ranks[place, :n] = tree.parents, tree.ranks
         sizes = np.array([tree.num_nodes for tree in trees])
         return TreeDraft(tokens, parents, ranks, np.ones(tokens.shape, dtype=np.float32), sizes)
+
+    def _answer(self, request: Any) -> Sequence[int]:
+        """By prompt, or by prompt and number of the copy where a request asks for several (n > 1)."""
+        prompt = tuple(request.prompt_token_ids)
+        if prompt in self.answers:
+            return self.answers[prompt]
+        copy = re.match(r"(\d+)_", request.req_id)
+        return self.answers[prompt, int(copy[1]) if copy else 0]
 
     def plant(self, tree: Tree, truth: Sequence[int]) -> list[int]:
         """Tokens for the nodes: junk, except along one path to a random leaf."""

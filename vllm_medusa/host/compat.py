@@ -73,7 +73,8 @@ RUNNER_CONTRACT = (
     ),
     Symbol("vllm.v1.outputs", "LogprobsTensors", ("logprob_token_ids", "logprobs", "selected_token_ranks")),
     Symbol("vllm.v1.sample.logits_processor", "LogitsProcessors"),
-    Symbol("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
+    Symbol("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor"),
+    Symbol("vllm.v1.sample.logits_processor", "build_logitsprocs", ("vllm_config", "custom_logitsprocs")),
 )
 SCHEDULER_CONTRACT = (
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),

@@ -8,9 +8,12 @@ what the heads read when they draft behind that token. Model Runner V1 only (VLL
 step's rows lie in `execute_model_state` between `execute_model` and `sample_tokens`.
 """
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -40,6 +43,20 @@ class RecordingWorker(HostWorker):
         self._writer.close()
         self._writer = None
         return list(self._numbers)
+
+    def time_steps(self, sizes: Sequence[int]) -> list[float]:
+        """Seconds of a step of so many tokens, the best of five: the target's forward pass and its unembedding.
+
+        Attention over a cache, sampling and bookkeeping are missing from it.
+        """
+        return [min(self._time_step(size) for _ in range(5)) for size in sizes]
+
+    @torch.inference_mode()
+    def _time_step(self, tokens: int) -> float:
+        began = time.perf_counter()
+        hidden, _ = self.model_runner._dummy_run(tokens)
+        self.model_runner.model.compute_logits(hidden[:tokens]).sum().item()  # waits for a GPU
+        return time.perf_counter() - began
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample as the host does, then append (request, position, token, row) for each token emitted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.attention.cpu import KeyLayout, active_kernel
@@ -41,7 +42,13 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Build the host's runner and put our sampler, draft book and cost model beside it."""
-        super().__init__(vllm_config, device)
+        # The host refuses processors of the user's own under speculation; our walk runs them as plain decoding does.
+        model_config = vllm_config.model_config
+        self._own_processors, model_config.logits_processors = model_config.logits_processors, None
+        try:
+            super().__init__(vllm_config, device)
+        finally:
+            model_config.logits_processors = self._own_processors
         self.tree_sampler = TreeSampler(self.sampler)
         self.rejection_sampler = self.tree_sampler
         self._all_logits_processors()
@@ -69,10 +76,16 @@ class MedusaCPUModelRunner(CPUModelRunner):
         }
 
     def _all_logits_processors(self) -> None:
-        """min_p and logit_bias too: under speculation the host builds min_tokens alone, our walk runs them all."""
-        self.input_batch.logitsprocs = LogitsProcessors(
-            kind(self.vllm_config, self.device, False) for kind in BUILTIN_LOGITS_PROCESSORS
-        )
+        """Every processor that plain decoding runs: min_p and logit_bias, plugins, the user's own.
+
+        Under speculation the host builds min_tokens alone. A processor reads a request's tokens from the list it is
+        handed once; it must not count calls instead, since rows whose walk has ended are asked again.
+        """
+        plain = copy(self.vllm_config)
+        plain.speculative_config = None
+        custom = self._own_processors or ()
+        self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, False, False, custom)
+        self.input_batch.logitsprocs_need_output_token_ids = bool(custom)
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
 
     def measure_step_cost(self) -> None:

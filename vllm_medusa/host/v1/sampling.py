@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -79,15 +79,16 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
-        free = _rows_are_free_of_state(sampling)
+        bare = sampling.all_greedy and _only_asks_for_tokens(sampling)
 
         def draw(asked: Tensor, at: Tensor, drawing: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
-            if free and sampling.all_greedy:  # nothing but the argmax; the host's own, so that ties fall alike
+            if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
             output = self.sampler(logits[at], _as_plain(sampling, asked, drawing))
-            return output.sampled_token_ids[:, 0], output.logprobs_tensors
+            return output.sampled_token_ids[:, 0], _for_the_batch(output.logprobs_tensors, asked, len(drawing))
 
-        self.walk, logprobs = _walk(rows, draw, sampling.logitsprocs, skip_ended=free)
+        skip_ended = _rows_are_separable(sampling)
+        self.walk, logprobs = _walk(rows, draw, sampling.logitsprocs, skip_ended=skip_ended)
         return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=logprobs)
 
 
@@ -128,17 +129,22 @@ def _walk(
     return Walk(walked, torch.stack(emitted, dim=1), (walked >= 0).sum(dim=1)), _in_path_order(logprobs)
 
 
-def _rows_are_free_of_state(sampling: SamplingMetadata) -> bool:
-    """Whether a part of the batch can be sampled without the rest: nothing is indexed by the row of the batch."""
+def _rows_are_separable(sampling: SamplingMetadata) -> bool:
+    """Whether a part of the batch can be sampled without the rest: no processor keeps state by row of the batch."""
     holder = sampling.thinking_budget_state_holder
+    tracking = holder is not None and holder.has_tracked_requests()
+    return not tracking and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
+
+
+def _only_asks_for_tokens(sampling: SamplingMetadata) -> bool:
+    """Whether logits go into the choice of a token as they are, and nothing else is asked."""
     return (
         sampling.no_penalties
         and sampling.max_num_logprobs is None
         and not sampling.logprob_token_ids
         and not sampling.bad_words_token_ids
         and sampling.allowed_token_ids_mask is None
-        and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
-        and (holder is None or not holder.has_tracked_requests())
+        and _rows_are_separable(sampling)
     )
 
 
@@ -149,20 +155,25 @@ def _is_idle(processor: Any) -> bool:
         return not processor.biases
     if isinstance(processor, MinPLogitsProcessor):
         return not processor.min_p_count
+    if isinstance(processor, AdapterLogitsProcessor):
+        return not processor.req_info
     return False
 
 
 def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Tensor) -> SamplingMetadata:
     """Parameters of the rows `asked`, as in plain decoding; only rows that are `drawing` take from their generators."""
+    rows = asked.tolist()
     generators = {
-        place: sampling.generators[row]
-        for place, row in enumerate(asked.tolist())
-        if row in sampling.generators and drawing[row]
+        place: sampling.generators[row] for place, row in enumerate(rows) if row in sampling.generators and drawing[row]
     }
-    everyone = len(asked) == len(drawing)
+    if len(rows) == len(drawing):
+        return replace(sampling, generators=generators, spec_token_ids=None)
 
     def part(values: Tensor | None) -> Tensor | None:
-        return values if values is None or everyone else values[asked]
+        return values if values is None or not len(values) else values[asked]
+
+    def entries(by_row: dict[int, Any] | None) -> Any:
+        return by_row and {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
 
     return replace(
         sampling,
@@ -171,7 +182,27 @@ def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Tensor) -> Sam
         temperature=part(sampling.temperature),
         top_p=part(sampling.top_p),
         top_k=part(sampling.top_k),
+        prompt_token_ids=part(sampling.prompt_token_ids),
+        frequency_penalties=part(sampling.frequency_penalties),
+        presence_penalties=part(sampling.presence_penalties),
+        repetition_penalties=part(sampling.repetition_penalties),
+        allowed_token_ids_mask=part(sampling.allowed_token_ids_mask),
+        output_token_ids=[sampling.output_token_ids[row] for row in rows] if sampling.output_token_ids else [],
+        bad_words_token_ids=entries(sampling.bad_words_token_ids),
+        logprob_token_ids=entries(sampling.logprob_token_ids),
     )
+
+
+def _for_the_batch(information: LogprobsTensors | None, asked: Tensor, batch: int) -> LogprobsTensors | None:
+    """Log-probabilities of the rows `asked` in their places among `batch` rows; the other rows are never read."""
+    if information is None or len(asked) == batch:
+        return information
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(batch, *values.shape[1:]).index_copy(0, asked, values) if len(values) else values
+
+    names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    return LogprobsTensors(*(spread(getattr(information, name)) for name in names))
 
 
 @contextmanager
@@ -182,6 +213,7 @@ def _growing(histories: Sequence[list[int]], processors: LogitsProcessors) -> It
     become long enough (min_tokens) stays right afterwards, since every token of the walk is emitted.
     """
     lengths = [len(history) for history in histories]
+    adapters = {p: p.req_info for p in processors.all if isinstance(p, AdapterLogitsProcessor) and p.req_info}
 
     def grow(tokens: Sequence[int], moved: Sequence[bool]) -> None:
         for history, token, has_moved in zip(histories, tokens, moved, strict=True):
@@ -189,10 +221,14 @@ def _growing(histories: Sequence[list[int]], processors: LogitsProcessors) -> It
                 history.append(token)
         for processor in processors.all:
             processor.update_state(None)
+        for adapter, by_row in adapters.items():  # a request's own function is called once per emitted token
+            adapter.req_info = {row: function for row, function in by_row.items() if moved[row]}
 
     try:
         yield grow
     finally:
+        for adapter, by_row in adapters.items():
+            adapter.req_info = by_row
         for history, length in zip(histories, lengths, strict=True):
             del history[length:]
 
