@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_medusa.cli import app
+from vllm_medusa.defaults import bundled_heads
 
 runner = CliRunner(env={"COLUMNS": "140", "NO_COLOR": "1"})
 
@@ -35,6 +36,12 @@ def test_each_command_has_help(command: str) -> None:
         (["bench", "--batch-sizes", "four"], "batch-sizes='four'"),
         (["bench", "--data", "nothing.jsonl"], "nothing.jsonl"),
         (["inspect", "--heads", "nothing"], "nothing"),
+        (["inspect", "nothing"], "nothing"),
+        (["inspect", "one", "--heads", "two"], "named twice"),
+        (["inspect", "--plot", "tree.gif"], "tree.gif"),
+        (["convert", "nothing", "new", "--to", "ours"], "nothing"),
+        (["calibrate", "--heads", "nothing", "--prompts", "p.jsonl", "--model", "."], "nothing"),
+        (["calibrate", "--heads", "nothing", "--prompts", "p.jsonl", "--out", "all.gif"], "all.gif"),
     ],
 )
 def test_errors_are_readable(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -43,3 +50,15 @@ def test_errors_are_readable(arguments: list[str], says: str, tmp_path: Path) ->
     assert result.returncode == 1
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_convert_and_inspect_work_together(tmp_path: Path) -> None:
+    """The bundled heads copied by `convert`, then shown and drawn by `inspect`."""
+    source = str(bundled_heads())
+    result = runner.invoke(app, ["convert", source, str(tmp_path / "copy"), "--to", "ours"])
+    assert result.exit_code == 0 and "bit by bit" in result.output
+    weights = "model.safetensors"
+    assert (tmp_path / "copy" / weights).read_bytes() == (bundled_heads() / weights).read_bytes()
+    result = runner.invoke(app, ["inspect", str(tmp_path / "copy"), "--plot", str(tmp_path / "tree.svg")])
+    assert result.exit_code == 0 and "tokens per step" in result.output
+    assert (tmp_path / "tree.svg").read_text().startswith("<?xml")

@@ -146,9 +146,7 @@ def train(
     prompts: Annotated[Path | None, typer.Option(help="A .jsonl file with `prompt` or `turns` per line.")] = None,
     texts: Annotated[
         Path | None,
-        typer.Option(
-            help="A .jsonl file with `text` per line in place of prompts: documents to go on from."
-        ),
+        typer.Option(help="A .jsonl file with `text` per line in place of prompts: documents to go on from."),
     ] = None,
     model: ModelOption = None,
     work: Annotated[
@@ -214,18 +212,102 @@ def train(
 
 
 @app.command()
+def calibrate(
+    heads: Annotated[str, typer.Option(help="The heads: a folder; its config.json is written.")],
+    prompts: Annotated[
+        Path, typer.Option(help="A .jsonl file with `prompt` or `turns` per line, that the heads never learnt from.")
+    ],
+    model: ModelOption = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer; the first ones.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 160,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, max=128, help="Nodes to draft here where a user names no number.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw all of it: .png, .svg or .pdf.", metavar="FILE")] = None,
+    json_file: JsonOption = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep the recorded answers here, so that a killed run goes on.")
+    ] = None,
+    cost: Annotated[bool, typer.Option("--cost/--no-cost", help="Measure what a step costs on this machine.")] = True,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how often heads are right on your prompts, and make their probabilities honest.
+
+    The target answers the prompts; accuracy by head and rank and a temperature per head go into the heads' config.
+    """
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_medusa.training.calibration_picture import draw_calibration
+    from vllm_medusa.training.calibration_run import CalibrateOptions, run_calibration
+    from vllm_medusa.training.data import AnswerOptions
+    from vllm_medusa.tree.drawing import new_figure
+
+    console = Console()
+    with readable_errors():
+        if out is not None:
+            new_figure(out, "out", 1.0, 1.0)  # before an hour of work
+        options = CalibrateOptions(
+            model=model or default_model(),
+            heads=heads,
+            prompts=prompts,
+            num_prompts=num_prompts,
+            num_speculative_tokens=num_speculative_tokens,
+            work=work,
+            measure_cost=cost,
+            answers=AnswerOptions(max_new_tokens=max_tokens, shard_size=64),
+        )
+        report = run_calibration(options, console)
+        console.print(report.tables())
+        console.print(f"Written into {report.heads / 'config.json'}.")
+        if json_file is not None:
+            report.write_json(json_file)
+        if out is not None:
+            draw_calibration(report, out)
+
+
+@app.command()
+def convert(
+    src: Annotated[str, typer.Argument(help="Heads: a folder or hub id, in any format that vllm-medusa reads.")],
+    dst: Annotated[Path, typer.Argument(help="A new folder.")],
+    to: Annotated[Literal["ours", "vllm"], typer.Option(help="ours, or that of vLLM up to 0.32.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="The target, to check against; for vLLM's format its unembedding may be needed."),
+    ] = None,
+) -> None:
+    """Write heads in another format: from FasterDecoding, TGI, TensorRT Model Optimizer, vLLM or ours."""
+    from vllm_medusa.heads.conversion import convert as run_conversion
+
+    console = Console(soft_wrap=True, highlight=False)
+    with readable_errors():
+        done = run_conversion(src, dst, to, model)
+        console.print(f"{done.origin} → {to}: {done.config.num_heads} heads × {done.config.num_layers} blocks")
+        console.print(f"{done.tensors} tensors read back from {dst}, the same bit by bit", markup=False)
+        if done.kept:
+            console.print(f"with {', '.join(done.kept)} as they were; check what they say", markup=False)
+
+
+@app.command()
 def inspect(
-    heads: HeadsOption = None,
+    folder: Annotated[
+        str | None, typer.Argument(help="The heads: a folder or hub id. Default: the bundled ones.", metavar="DIR")
+    ] = None,
+    heads: Annotated[str | None, typer.Option(help="The same, as the other commands name it.")] = None,
     tree: Annotated[
         str, typer.Option(help="static, chain, a preset's name, Medusa choices as JSON, or a .json file of them.")
     ] = "static",
     num_speculative_tokens: Annotated[int | None, typer.Option(min=1, max=128, help="Nodes of the tree.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the tree: .svg, .png or .pdf.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Show what heads are, how far they can be trusted, and the tree they would draft."""
     from vllm_medusa.inspection import show_heads
 
     with readable_errors():
-        show_heads(heads, tree, num_speculative_tokens, Console())
+        if folder is not None and heads is not None:
+            raise MedusaError.of("heads", heads, f"the heads are named twice, {folder!r} too; keep one")
+        show_heads(folder or heads, tree, num_speculative_tokens, Console(), picture)
 
 
 @app.command()

@@ -1,42 +1,57 @@
 """Heads as people want to see them: shape, accuracy by rank, origin, and a tree that they would draft."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from vllm_medusa.config import MedusaConfig, resolve, typical_rank_accuracy
 from vllm_medusa.defaults import bundled_heads
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.heads.checkpoint import read_config
-from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.config import Calibration, HeadsConfig
+from vllm_medusa.heads.opening import OpenedHeads, open_folder
 from vllm_medusa.heads.source import locate_heads
-from vllm_medusa.tree.drawing import draw
+from vllm_medusa.tree.drawing import draw, new_figure, plot
 from vllm_medusa.tree.topology import Tree
 
 DEFAULT_NODES = 16  # for the drawing, where heads name no number
 RANKS_SHOWN = 5
 
 
-def show_heads(heads: str | None, tree: str, num_nodes: int | None, console: Console) -> None:
-    """Print the heads' config, their accuracy and one tree.
+def show_heads(
+    heads: str | None, tree: str, num_nodes: int | None, console: Console, picture: Path | None = None
+) -> None:
+    """Print the heads' config, their accuracy and one tree; draw that into the file `picture`, if one is named.
 
     Raises:
-        MedusaError: heads or a tree that serving would refuse too.
+        MedusaError: heads or a tree that serving would refuse too; a picture that cannot be drawn.
     """
-    folder = str(locate_heads(heads or str(bundled_heads())))
-    config = read_config(folder)
+    if picture is not None:
+        new_figure(picture, "plot", 1.0, 1.0)  # before anything is printed
+    folder = locate_heads(heads or str(bundled_heads()))
+    opened = open_folder(folder)
+    config, calibration = opened.config, opened.config.calibration
     chosen = chosen_tree(config, tree, num_nodes)
-    console.print(_facts(folder, config))
-    if config.calibration is not None:
-        console.print()
-        console.print(_accuracy(config.calibration.rank_accuracy))
+    console.print(_facts(folder, opened))
     console.print()
-    accuracy = rank_accuracy(config)
-    measured = "measured" if config.calibration is not None else "typical (these heads are not calibrated)"
+    if calibration is not None:
+        console.print(_accuracy(calibration))
+    else:
+        console.print("How accurate they are is not known: these heads are not calibrated (vllm-medusa calibrate).")
+    console.print()
+    likely = reach(chosen, rank_accuracy(config))
+    measured = "measured" if calibration is not None else "typical (these heads are not calibrated)"
     console.print(f"Tree {tree!r}, {chosen.num_nodes} nodes; 2.1 is head 2's candidate 1, with {measured} accuracy:")
-    console.print(draw(chosen, labels(chosen), reach=reach(chosen, accuracy)))
+    console.print(draw(chosen, labels(chosen), reach=likely))
+    console.print(f"It is expected to give {1.0 + sum(likely):.2f} tokens per step, the bonus token counted.")
+    if picture is not None:
+        title = f"{folder.name}: {1.0 + sum(likely):.2f} tokens per step by {measured} accuracy"
+        plot(chosen, labels(chosen), likely, picture, title)
+        console.print(f"Drawn in {picture}.")
 
 
 def chosen_tree(config: HeadsConfig, tree: str, num_nodes: int | None) -> Tree:
@@ -86,32 +101,72 @@ def reach(tree: Tree, accuracy: list[list[float]]) -> list[float]:
     return found[1:]
 
 
-def _facts(folder: str, config: HeadsConfig) -> Table:
+def _facts(folder: Path, opened: OpenedHeads) -> Table:
+    config, weights = opened.config, opened.weights
     facts = Table(box=None, show_header=False, pad_edge=False)
     kind = "the hidden row and the root token" if config.root_conditioned else "the hidden row"
+    files = sorted(set(weights.files.values()))
+    size = sum(file.stat().st_size for file in files) / 1e6
+    first = next(iter(opened.plan.values()))[0]
+    dtype = str(weights.dtype(first)).removeprefix("torch.")
+    guessed = f"{config.num_outputs} of {config.vocab_size} tokens" if config.vocab_size else "the target's"
     rows = {
-        "heads": folder,
+        "heads": str(folder),
+        "format": f"{opened.origin}, {dtype}, {size:.1f} MB in {', '.join(file.name for file in files)}",
         "for": config.base_model or "(not said)",
         "shape": f"{config.num_heads} heads × {config.num_layers} blocks, hidden {config.hidden_size}, reading {kind}",
         "unembedding": {"target": "the target's", "shared": "their own, shared", "per_head": "one each"}[
             config.unembedding
         ],
-        "vocabulary": f"{config.num_outputs} of {config.vocab_size} tokens",
+        "vocabulary": guessed,
         "candidates": f"{config.top_k} per head",
     }
-    for name, value in rows.items():
-        facts.add_row(f"[bold]{name}[/]", value)
-    for name, value in (config.training or {}).items():
-        facts.add_row(f"[bold]{name}[/]", str(value))
+    if config.calibration is not None and config.calibration.num_speculative_tokens:
+        nodes = config.calibration.num_speculative_tokens
+        rows["nodes"] = ", ".join(f"{number} ({platform})" for platform, number in nodes.items()) + " by default"
+    for name, value in (rows | _flat(config.training or {})).items():
+        facts.add_row(f"[bold]{escape(name.replace('_', ' '))}[/]", Text(value))
     return facts
 
 
-def _accuracy(accuracy: list[list[float]]) -> Table:
+def _flat(facts: dict[str, Any], above: str = "") -> dict[str, str]:
+    """Nested facts as one line each.
+
+    >>> _flat({"epochs": 2, "accepted_length": {"chat": {"chain": 1.6, "dynamic-8": 1.9}}})
+    {'epochs': '2', 'accepted_length, chat': 'chain 1.6, dynamic-8 1.9'}
+    """
+    lines: dict[str, str] = {}
+    for name, value in facts.items():
+        key = f"{above}, {name}" if above else name
+        if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
+            lines |= _flat(value, key)
+        elif isinstance(value, dict):
+            lines[key] = ", ".join(f"{inner} {number}" for inner, number in value.items())
+        elif isinstance(value, list):
+            lines[key] = ", ".join(map(str, value))
+        else:
+            lines[key] = str(value)
+    return lines
+
+
+def _accuracy(calibration: Calibration) -> Table:
+    accuracy = calibration.rank_accuracy
     shown = Table(box=None, header_style="bold", pad_edge=False)
     shown.add_column("right token is")
     for rank in range(min(RANKS_SHOWN, len(accuracy[0]))):
-        shown.add_column(f"candidate {rank + 1}", justify="right")
-    shown.add_column("any of them", justify="right")
-    for head, row in enumerate(accuracy, 1):
-        shown.add_row(f"head {head}", *(f"{value:.1%}" for value in row[:RANKS_SHOWN]), f"{sum(row):.1%}")
+        shown.add_column(f"guess {rank + 1}", justify="right")
+    for column in (f"any of {len(accuracy[0])}", "temp.", "error"):
+        shown.add_column(column, justify="right")
+    errors = calibration.ece_after
+    for head, row in enumerate(accuracy):
+        shown.add_row(
+            f"head {head + 1}",
+            *(f"{value:.1%}" for value in row[:RANKS_SHOWN]),
+            f"{sum(row):.1%}",
+            f"{calibration.temperatures[head]:.3f}",
+            f"{errors[head]:.4f}" if errors else "",
+        )
+    if calibration.rows is not None:
+        shown.caption = f"on {calibration.rows} rows of held-out answers; temp., error: of calibration"
+        shown.caption_justify = "left"
     return shown

@@ -5,7 +5,9 @@ given 0.3, three in ten are the token the target says. One temperature per head 
 fitted by the likelihood of held-out answers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +18,9 @@ from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.loop import draft_targets
+from vllm_medusa.training.reliability import Reliability, reliability_of
 
 BATCH = 256
-BINS = 15
 # Temperatures are fitted on so many logits per head at most, 128 MB of them.
 FIT_LOGITS = 2**25
 # Nodes drafted where the user names no number: about what is free on two CPU cores, and the public Medusa tree's size.
@@ -119,33 +121,46 @@ def rank_accuracy(guesses: Guesses) -> list[list[float]]:
     return [[round(float(share), 5) for share in head] for head in guesses.hits.sum(axis=0) / counts]
 
 
+def reliability(guesses: Guesses, heads: Sequence[int] | None = None) -> Reliability:
+    """Said against right, over the candidates of these heads (of all by default) where the right token is known."""
+    chosen = list(range(guesses.hits.shape[1]) if heads is None else heads)
+    known = guesses.known[:, chosen]
+    return reliability_of(guesses.probabilities[:, chosen][known].ravel(), guesses.hits[:, chosen][known].ravel())
+
+
 def calibration_error(guesses: Guesses) -> list[float]:
     """Expected calibration error of each head's candidates, all ranks together, weighted by probability.
 
-    Candidates are sorted into 15 bins of equal width; in each, the mean probability is held against the share that was
-    right. Weighted by probability: a tree spends its nodes where that is high.
+    In each bin of `reliability`, the mean probability is held against the share that was right. Weighted by
+    probability: a tree spends its nodes where that is high.
     """
-    errors = []
-    for head in range(guesses.hits.shape[1]):
-        known = guesses.known[:, head]
-        said, right = guesses.probabilities[known, head].ravel(), guesses.hits[known, head].ravel()
-        bins = np.minimum((said * BINS).astype(int), BINS - 1)
-        mass = np.bincount(bins, said, BINS)
-        gap = np.abs(mass - np.bincount(bins, right, BINS)) / np.maximum(np.bincount(bins, minlength=BINS), 1)
-        errors.append(round(float((gap * mass).sum() / max(mass.sum(), 1e-9)), 5))
-    return errors
+    return [round(reliability(guesses, [head]).error, 5) for head in range(guesses.hits.shape[1])]
 
 
 def calibrate(heads: MedusaHeads, rows: HiddenRows) -> Calibration:
     """Everything the config's `calibration` holds, from held-out rows; `heads` must be bound and are not changed."""
+    return measure(heads, rows).calibration
+
+
+class Measured(NamedTuple):
+    """A calibration and what it stands on: guesses without and with its temperatures."""
+
+    calibration: Calibration
+    before: Guesses
+    after: Guesses
+
+
+def measure(heads: MedusaHeads, rows: HiddenRows) -> Measured:
+    """What `calibrate` does, the guesses with it."""
     top_k, neutral = heads.config.top_k, [1.0] * heads.config.num_heads
     temperatures = fit_temperatures(heads, rows, top_k)
-    guesses = guess(heads, rows, top_k, temperatures)
-    return Calibration(
+    before, after = guess(heads, rows, top_k, neutral), guess(heads, rows, top_k, temperatures)
+    calibration = Calibration(
         temperatures=temperatures,
-        rank_accuracy=rank_accuracy(guesses),
+        rank_accuracy=rank_accuracy(after),
         num_speculative_tokens=dict(DEFAULT_NODES),
-        ece_before=calibration_error(guess(heads, rows, top_k, neutral)),
-        ece_after=calibration_error(guesses),
+        ece_before=calibration_error(before),
+        ece_after=calibration_error(after),
         rows=len(rows),
     )
+    return Measured(calibration, before, after)

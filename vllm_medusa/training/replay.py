@@ -47,8 +47,20 @@ def replay(
     guesses = guess(heads, rows, top_k, temperatures)
     if accuracy is None:
         accuracy = calibration.rank_accuracy if calibration is not None else rank_accuracy(guesses)
+    return replay_guesses(guesses, rows, accuracy, static_sizes=static_sizes, dynamic_sizes=dynamic_sizes)
+
+
+def replay_guesses(
+    guesses: Guesses,
+    rows: HiddenRows,
+    accuracy: list[list[float]],
+    *,
+    static_sizes: Sequence[int] = STATIC_SIZES,
+    dynamic_sizes: Sequence[int] = DYNAMIC_SIZES,
+) -> dict[str, float]:
+    """The same from calibrated guesses on all `rows`, without running the heads again."""
     answers = rows.sequences.astype(np.int64)
-    lengths = {"chain": _length(accepted_by_fixed(Tree.chain(heads.config.num_heads), guesses), answers)}
+    lengths = {"chain": _length(accepted_by_fixed(Tree.chain(guesses.hits.shape[1]), guesses), answers)}
     for size in static_sizes:
         lengths[f"static-{size}"] = _length(accepted_by_fixed(grow_static(accuracy, size), guesses), answers)
     for size in dynamic_sizes:

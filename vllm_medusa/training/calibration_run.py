@@ -1,0 +1,160 @@
+"""From held-out prompts to a calibration in the heads' config: the target answers, the heads guess along.
+
+Step times are measured on the way and shown, but not stored: every server measures its own at start-up in a second or
+two, under its own threads, number format and compilation, and goes on learning them while serving. Figures of another
+day or machine could only replace better ones.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.checkpoint import check_heads, load_heads, save_calibration
+from vllm_medusa.heads.config import Calibration
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.source import locate_heads
+from vllm_medusa.heads.target import read_target
+from vllm_medusa.inspection import reach
+from vllm_medusa.training.bars import bar
+from vllm_medusa.training.calibrate import measure, reliability
+from vllm_medusa.training.calibration_report import CalibrationReport
+from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, record_answers
+from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.prompts import read_prompts, render_prompts
+from vllm_medusa.training.replay import replay_guesses
+from vllm_medusa.tree.growth import grow_static
+from vllm_medusa.tree.topology import MAX_NODES
+
+TREE_SIZES = (1, 2, 4, 8, 16, 32, 63)
+STEP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Everything `calibrate` is asked for.
+
+    Attributes:
+        model: the target, a folder or hub id.
+        heads: folder or hub id; its config.json is written.
+        prompts: JSON lines with `prompt` or `turns`, none of which the heads learnt from.
+        num_prompts: how many of them, the first ones.
+        num_speculative_tokens: nodes to draft on this platform where a user names no number; None: what the heads'
+            config said before.
+        work: where the answers' rows are kept, to go on after a kill; None: nowhere.
+        measure_cost: whether to time steps.
+    """
+
+    model: str
+    heads: str
+    prompts: Path
+    num_prompts: int = 128
+    num_speculative_tokens: int | None = None
+    work: Path | None = None
+    measure_cost: bool = True
+    answers: AnswerOptions = field(default_factory=lambda: AnswerOptions(shard_size=64))
+
+
+def run_calibration(options: CalibrateOptions, console: Console | None = None) -> CalibrationReport:
+    """Calibrate heads and write the result into their config.json; nothing else of their folder changes.
+
+    Raises:
+        MedusaError: heads that do not fit the model, prompts that cannot serve, a folder that cannot be written.
+    """
+    console = console or Console(quiet=True)
+    folder, model = locate_heads(options.heads), str(locate_heads(options.model))
+    heads = _bound(folder, model)
+    if not os.access(folder / "config.json", os.W_OK):
+        raise MedusaError.of("heads", str(folder), "its config.json cannot be written; copy the folder first")
+    prompts = list(dict.fromkeys(read_prompts(options.prompts)))[: options.num_prompts]
+    with _work(options, model, prompts) as work:
+        rows, step_cost = _answer(model, prompts, work, options, console)
+        with console.status("calibrating"):
+            report = _report(heads, rows, folder, model, step_cost, options)
+    save_calibration(folder, report.calibration, heads.config)
+    return report
+
+
+def _bound(folder: Path, model: str) -> MedusaHeads:
+    """The heads in bfloat16, tied to their target."""
+    unembedding, embedding = read_target(model)
+    heads = load_heads(folder)
+    check_heads(heads.config, unembedding.shape[1], unembedding.shape[0])
+    device = _platform()
+    heads.to(device, torch.bfloat16)
+    heads.bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
+    return heads
+
+
+@contextmanager
+def _work(options: CalibrateOptions, model: str, prompts: list[str]) -> Iterator[Path]:
+    if options.work is not None:
+        # One folder for each way of answering: rows of another model or other prompts are never mixed in.
+        asked = json.dumps([str(Path(model).resolve()), prompts, asdict(options.answers)])
+        yield options.work / hashlib.sha256(asked.encode()).hexdigest()[:16]
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm-medusa-") as folder:
+        yield Path(folder)
+
+
+def _answer(
+    model: str, prompts: list[str], work: Path, options: CalibrateOptions, console: Console
+) -> tuple[HiddenRows, dict[int, float]]:
+    """The rows of the target's greedy answers, and seconds by tokens in a step."""
+    ids, answers = render_prompts(model, prompts), options.answers
+    with AnsweringEngine(model, answers) as engine:
+        with bar(console, "answering") as (bars, task):
+            bars.update(task, total=len(prompts))
+            shards = record_answers(
+                ids, work, answers, engine, on_progress=lambda done, _: bars.update(task, completed=done)
+            )
+        times: list[float] = []
+        if options.measure_cost:
+            with console.status("timing steps"):
+                times = engine.llm.collective_rpc("time_steps", kwargs={"sizes": list(STEP_SIZES)})[0]
+    return HiddenRows.open(shards), dict(zip(STEP_SIZES, times, strict=False))
+
+
+def _report(
+    heads: MedusaHeads, rows: HiddenRows, folder: Path, model: str, cost: dict[int, float], options: CalibrateOptions
+) -> CalibrationReport:
+    found = measure(heads, rows)
+    calibration = _with_nodes(found.calibration, heads.config.calibration, options.num_speculative_tokens)
+    accuracy = calibration.rank_accuracy
+    if not any(accuracy[0]):
+        fix = "its first head is never right on this model's answers: heads for another model? Nothing was written"
+        raise MedusaError.of("heads", str(folder), fix)
+    largest = grow_static(accuracy, MAX_NODES)
+    nodes = min(calibration.num_speculative_tokens[_platform()], largest.num_nodes)
+    promised = (1.0 + np.cumsum(reach(largest, accuracy))).tolist()
+    return CalibrationReport(
+        heads=folder,
+        model=model,
+        calibration=calibration,
+        before=reliability(found.before),
+        after=reliability(found.after),
+        tree=largest.prefix(nodes),
+        expected=dict(enumerate(promised, start=1)),
+        accepted=replay_guesses(found.after, rows, accuracy, static_sizes=TREE_SIZES, dynamic_sizes=TREE_SIZES),
+        step_cost=cost,
+    )
+
+
+def _with_nodes(new: Calibration, old: Calibration | None, asked: int | None) -> Calibration:
+    """Numbers of nodes stay as they were, but for what the user asks for on this platform."""
+    kept = old.num_speculative_tokens if old is not None else {}
+    chosen = {} if asked is None else {_platform(): asked}
+    return new.model_copy(update={"num_speculative_tokens": {**new.num_speculative_tokens, **kept, **chosen}})
+
+
+def _platform() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
