@@ -115,9 +115,12 @@ class MedusaProposer:
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:
-    """The weight [V, H] of the first module of the target whose last name is `name`."""
+    """The weight [V, H] of the first module of the target whose last name is `name`, without the host's padding."""
     module = getattr(model, name, None)
     if module is None:
         module = next((found for path, found in model.named_modules() if path.rsplit(".", 1)[-1] == name), None)
     weight = getattr(module, "weight", None)
-    return weight.data if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point() else None
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # The host pads its rows to a multiple of 64; behind the model's own vocabulary there is nothing to guess.
+    return weight.data[: getattr(module, "org_vocab_size", None)]

@@ -81,6 +81,32 @@ def test_a_root_that_was_added_to_the_target_is_read(make_heads: Make, target: T
     assert torch.isfinite(heads(torch.randn(1, 16), torch.tensor([50]))).all()
 
 
+def proposer_of(folder: Path, matrices: Target, dtype: torch.dtype, **attributes: int) -> MedusaProposer:
+    """A proposer for the heads in `folder` on a target that consists of its two matrices."""
+    settings = Settings(heads=str(folder), num_speculative_tokens=8)
+    proposer = MedusaProposer(SimpleNamespace(additional_config={SETTINGS_KEY: settings.model_dump(mode="json")}))
+    model = torch.nn.Module()
+    for name, matrix in zip(("lm_head", "embed_tokens"), matrices, strict=True):
+        layer = torch.nn.Embedding.from_pretrained(matrix.to(dtype))
+        for attribute, value in attributes.items():
+            setattr(layer, attribute, value)
+        setattr(model, name, layer)
+    proposer.load_model(model)
+    return proposer
+
+
+@pytest.mark.parametrize("vocab", [50, 64], ids=["heads not padded", "heads padded"])
+@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
+def test_the_hosts_own_padding_is_never_drafted(
+    make_heads: Make, target: Target, tmp_path: Path, shape: dict[str, Any], vocab: int
+) -> None:
+    """vLLM keeps 64 rows for a model of 50 tokens, whatever the model's files say."""
+    folder = save_heads(make_heads(vocab_size=vocab, **shape), tmp_path / "heads")
+    proposer = proposer_of(folder, padded(target), torch.float32, org_vocab_size=50)
+    draft = proposer.propose(torch.randn(20, 16).abs(), torch.arange(20))
+    assert int(draft.tokens.max()) < 50
+
+
 @pytest.mark.parametrize("on", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
@@ -89,13 +115,7 @@ def test_any_number_format_drafts_on_any_target(
 ) -> None:
     exact = make_heads(**shape)
     folder = save_heads(make_heads(**shape).to(saved), tmp_path / "heads")
-    settings = Settings(heads=str(folder), num_speculative_tokens=8)
-    proposer = MedusaProposer(SimpleNamespace(additional_config={SETTINGS_KEY: settings.model_dump(mode="json")}))
-    model = torch.nn.Module()
-    for name, matrix in zip(("lm_head", "embed_tokens"), target, strict=True):
-        layer = torch.nn.Embedding.from_pretrained(matrix.to(on))
-        setattr(model, name, layer)
-    proposer.load_model(model)
+    proposer = proposer_of(folder, target, on)
     hidden, roots = torch.randn(4, 16, generator=torch.Generator().manual_seed(2)), torch.arange(4)
     draft = proposer.propose(hidden.to(on), roots)
     assert draft.tokens.shape == (4, 8) and (draft.sizes == 8).all()
