@@ -37,7 +37,7 @@ def untrained(**options: int) -> MedusaHeads:
     return heads.requires_grad_(False)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.2, 0.7, 1.0, 2.0, 6.0])
 def test_the_temperature_that_made_the_answers_is_found(record: Callable[..., HiddenRows], temperature: float) -> None:
     calibration = calibrate(untrained(), sampled_rows(record, 150, temperature, 1))
     # 4350 draws fix it to a few percent; the grid's steps are 5 percent.

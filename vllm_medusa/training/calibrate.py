@@ -21,6 +21,9 @@ from vllm_medusa.training.loop import draft_targets
 from vllm_medusa.training.reliability import Reliability, reliability_of
 
 BATCH = 256
+# Temperatures tried at first, and how far the search goes on from there.
+COARSE = tuple(np.geomspace(0.3, 4.0, 11).tolist())
+STEP, LEAST, MOST = COARSE[1] / COARSE[0], 0.05, 20.0
 # Temperatures are fitted on so many logits per head at most, 128 MB of them.
 FIT_LOGITS = 2**25
 # Nodes drafted where the user names no number: about what is free on two CPU cores, and the public Medusa tree's size.
@@ -78,7 +81,7 @@ def _logits(heads: MedusaHeads, rows: HiddenRows, where: Rows) -> Tensor:
 
 
 def fit_temperatures(heads: MedusaHeads, rows: HiddenRows, top_k: int) -> list[float]:
-    """The temperature of each head under which held-out answers are likeliest, 0.3 to 4.
+    """The temperature of each head under which held-out answers are likeliest, about 0.05 to 20.
 
     Likelihood of what a tree is offered: one of the `top_k` candidates, or none of them (which is all the heads can say
     of a token outside their draft vocabulary). Found by a grid and a finer one around its best point, about 2 % apart.
@@ -98,12 +101,17 @@ def fit_temperatures(heads: MedusaHeads, rows: HiddenRows, top_k: int) -> list[f
         logits = torch.cat([_logits(heads, rows, piece)[:, head] for piece in pieces])
         best = logits.topk(top_k, dim=-1)
         hit = best.indices == torch.from_numpy(targets[chosen, head])[:, None]
-        grid = np.geomspace(0.3, 4.0, 11)
-        losses = [_loss(logits, best.values, hit, temperature) for temperature in grid]
-        at = int(np.argmin(losses))
-        finer = np.geomspace(grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)], 23)
-        losses = [_loss(logits, best.values, hit, temperature) for temperature in finer]
-        fitted.append(round(float(finer[int(np.argmin(losses))]), 4))
+        losses = {temperature: _loss(logits, best.values, hit, temperature) for temperature in COARSE}
+        at = min(losses, key=lambda temperature: losses[temperature])
+        # Beyond the usual range as long as it gets better there.
+        while at in (min(losses), max(losses)) and LEAST < at < MOST:
+            further = at / STEP if at == min(losses) else at * STEP
+            losses[further] = _loss(logits, best.values, hit, further)
+            at = min(losses, key=lambda temperature: losses[temperature])
+        grid = sorted(losses)
+        place = grid.index(at)
+        finer = np.geomspace(grid[max(place - 1, 0)], grid[min(place + 1, len(grid) - 1)], 23)
+        fitted.append(round(float(min(finer, key=lambda near: _loss(logits, best.values, hit, near))), 4))
     return fitted
 
 
