@@ -148,6 +148,9 @@ def train(
         Path | None,
         typer.Option(help="A .jsonl file with `text` per line in place of prompts: documents to go on from."),
     ] = None,
+    self_prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts that the model invents itself, beside --prompts or without it.")
+    ] = 0,
     model: ModelOption = None,
     work: Annotated[
         Path | None,
@@ -157,7 +160,12 @@ def train(
     max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 640_000,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
     num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
-    num_layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks per head.")] = 2,
+    num_layers: Annotated[
+        int | None, typer.Option(min=0, max=16, help="Residual blocks per head. Default: none behind a trunk, else 2.")
+    ] = None,
+    trunk_size: Annotated[
+        int, typer.Option(min=0, help="Width of the layer that root-conditioned heads share; 0: none.")
+    ] = 1152,
     root_conditioned: Annotated[
         bool,
         typer.Option(
@@ -167,6 +175,13 @@ def train(
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
     ] = 8192,
+    evaluate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A .jsonl file whose first 40 prompts are replayed at the end, never learnt from; repeatable."
+        ),
+    ] = None,
+    notes: Annotated[Path | None, typer.Option(help="Markdown for the end of the model card.")] = None,
     temperatures: Annotated[
         str, typer.Option(help="One pass over the prompts each, until there are tokens enough; 0: greedy.")
     ] = "0",
@@ -196,6 +211,9 @@ def train(
             model=model or default_model(),
             prompts=prompts,
             texts=texts,
+            self_prompts=self_prompts,
+            evaluate=tuple(evaluate or ()),
+            notes=notes,
             out=out,
             work=work,
             base_model=base_model,
@@ -203,6 +221,7 @@ def train(
             max_tokens=max_tokens,
             num_heads=num_heads,
             num_layers=num_layers,
+            trunk_size=trunk_size or None,
             root_conditioned=root_conditioned,
             draft_vocab_size=draft_vocab_size or None,
             answers=AnswerOptions(temperatures=parse_temperatures(temperatures), seed=seed),

@@ -1,6 +1,7 @@
 """The stacked heads against one head written out after the paper, row by row in float64."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ def naive_logits(heads: MedusaHeads, hidden: torch.Tensor, root: int, head: int,
     """One head on one row [H], float64 [Vd]: residual blocks, then the unembedding."""
     state = {name: tensor.double() for name, tensor in heads.state_dict().items() if name != "token_map"}
     row = hidden.double()
+    if heads.config.trunk_size is not None:
+        inner = state["trunk.weight"] @ row + state["root"] @ target[1][root].double() + state["trunk.bias"]
+        row = row + state["trunk.out"][head] @ (inner * torch.sigmoid(inner)) + state["trunk.out_bias"][head]
     for layer in range(heads.config.num_layers):
         inner = state[f"layers.{layer}.weight"][head] @ row
         if heads.config.bias:
             inner = inner + state[f"layers.{layer}.bias"][head]
-        if layer == 0 and heads.config.root_conditioned:
+        if layer == 0 and heads.config.root_conditioned and heads.config.trunk_size is None:
             inner = inner + state["root"][head] @ target[1][root].double()
         row = row + inner * torch.sigmoid(inner)
     if heads.config.unembedding == "target":
@@ -60,6 +64,30 @@ def test_stacked_heads_equal_heads_written_out(
             wanted = naive_logits(heads, hidden[row], int(roots[row]), head, target)
             # float32 sums of 16 to 32 products against float64 ones
             torch.testing.assert_close(logits[row, head].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_heads_on_a_trunk_equal_heads_written_out(
+    make_heads: Callable[..., MedusaHeads], target: Target, num_layers: int
+) -> None:
+    heads = make_heads(num_layers=num_layers, root_conditioned=True, trunk_size=40, draft_vocab_size=20)
+    heads.bind(*target)
+    hidden, roots = torch.randn(5, heads.config.hidden_size), torch.tensor([0, 3, 49, 3, 7])
+    logits = heads(hidden, roots)
+    for row in range(5):
+        for head in range(3):
+            wanted = naive_logits(heads, hidden[row], int(roots[row]), head, target)
+            # float32 sums of 16 to 40 products against float64 ones
+            torch.testing.assert_close(logits[row, head].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"trunk_size": 8}, "root_conditioned heads only"), ({"root_conditioned": True, "num_layers": 0}, "trunk_size")],
+)
+def test_shapes_that_cannot_be_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        HeadsConfig(**{"num_heads": 2, "num_layers": 1, "hidden_size": 8, "vocab_size": 20} | options)
 
 
 def test_candidates_are_the_best_tokens_with_calibrated_probabilities(

@@ -11,7 +11,7 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HiddenRows
-from vllm_medusa.training.loop import LoopOptions, choose_draft_vocab, draft_targets, train_heads
+from vllm_medusa.training.loop import LoopOptions, choose_draft_vocab, draft_targets, start_trunk, train_heads
 
 VOCAB = 24
 Walks = Callable[[int, int], HiddenRows]
@@ -33,14 +33,18 @@ def accuracy(heads: MedusaHeads, rows: HiddenRows) -> list[float]:
     return [float((tokens[:, k, 0] == targets[:, k])[known[:, k]].float().mean()) for k in range(targets.shape[1])]
 
 
-@pytest.mark.parametrize(("root_conditioned", "num_layers"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("root_conditioned", "num_layers", "trunk_size"),
+    [(False, 1, None), (True, 1, None), (True, 2, None), (True, 0, 48)],
+)
 def test_heads_learn_a_toy_language(
-    walks: Walks, target: torch.Tensor, root_conditioned: bool, num_layers: int
+    walks: Walks, target: torch.Tensor, root_conditioned: bool, num_layers: int, trunk_size: int | None
 ) -> None:
-    heads = new_heads(target, root_conditioned=root_conditioned, num_layers=num_layers)
-    unseen = walks(20, 2)
+    heads = new_heads(target, root_conditioned=root_conditioned, num_layers=num_layers, trunk_size=trunk_size)
+    unseen, rows = walks(20, 2), walks(60, 1)
+    start_trunk(heads, rows, seed=0)
     before = accuracy(heads, unseen)
-    progress = train_heads(heads, walks(60, 1), FAST)
+    progress = train_heads(heads, rows, FAST)
     assert progress.step == progress.steps > 0
     assert max(before) < 0.3
     assert min(accuracy(heads, unseen)) > 0.75  # one block in 16 dimensions cannot tell 24 tokens apart quite

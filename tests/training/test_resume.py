@@ -73,8 +73,8 @@ def calibrating(*arguments):
 run.calibrate = calibrating
 run.train(
     TrainOptions(
-        str(root / "model"), root / "prompts.jsonl", root / "heads", held_out=20, num_heads=2, num_layers=2,
-        draft_vocab_size=20, answers=AnswerOptions(shard_size=16, temperatures=(0.0, 0.7)),
+        str(root / "model"), root / "prompts.jsonl", root / "heads", held_out=20, num_heads=2,
+        num_layers=1, trunk_size=24, draft_vocab_size=20, answers=AnswerOptions(shard_size=16, temperatures=(0.0, 0.7)),
         loop=LoopOptions(epochs=3, batch_size=128, loss=loss),
     )
 )

@@ -52,7 +52,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.Tenso
         base_model="toy",
         held_out=20,
         num_heads=2,
-        num_layers=1,
+        trunk_size=32,
         draft_vocab_size=20,
         loop=LoopOptions(epochs=20, batch_size=64, learning_rate=5e-3),
     )
@@ -61,7 +61,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.Tenso
 def test_train_writes_heads_that_serve_and_say_how_good_they_are(options: TrainOptions, target: torch.Tensor) -> None:
     folder = train(options)
     config = read_config(folder)
-    assert (config.num_heads, config.root_conditioned, config.draft_vocab_size) == (2, True, 20)
+    assert (config.num_heads, config.num_layers, config.trunk_size, config.draft_vocab_size) == (2, 0, 32, 20)
     assert config.calibration is not None and config.calibration.rows == 20 * 12
     assert config.training is not None
     assert config.training["training_tokens"] == 80 * 12 and config.training["held_out_prompts"] == 20
@@ -74,6 +74,29 @@ def test_train_writes_heads_that_serve_and_say_how_good_they_are(options: TrainO
     tokens, _ = heads.candidates(target.bfloat16(), start, 1)
     right = (tokens[:, 0, 0] == (start + 3) % VOCAB).float().mean()
     assert right > 0.6  # four of 24 tokens are outside the draft vocabulary
+
+
+def test_prompts_to_evaluate_on_are_replayed_and_never_learnt_from(options: TrainOptions) -> None:
+    file = options.prompts.with_name("test_set.jsonl")  # type: ignore[union-attr]
+    file.write_text("".join(json.dumps({"turns": [str(number)]}) + "\n" for number in range(90, 110)))
+    notes = options.out.with_name("notes.md")
+    notes.write_text("## What was tried")
+    folder = train(replace(options, evaluate=(file,), notes=notes))
+    training = read_config(folder).training
+    assert training is not None
+    assert training["training_prompts"] == 70  # ten of the twenty are prompts 90 to 99 of the training file
+    assert set(training["accepted_length"]) == {"held-out prompts", "test_set"}
+    card = (folder / "README.md").read_text()
+    assert "| test_set |" in card and card.rstrip().endswith("## What was tried")
+
+
+def test_plain_heads_are_trained_on_the_same_rows(options: TrainOptions) -> None:
+    train(options)
+    folder = train(
+        replace(options, root_conditioned=False, out=options.out.with_name("plain"), work=options.rows_folder)
+    )
+    config = read_config(folder)
+    assert (config.root_conditioned, config.trunk_size, config.num_layers) == (False, None, 2)
 
 
 def test_training_twice_gives_the_same_heads(options: TrainOptions) -> None:
@@ -120,7 +143,7 @@ def test_a_model_that_is_no_folder_is_named(options: TrainOptions) -> None:
 
 def test_prompts_and_texts_together_are_refused(options: TrainOptions) -> None:
     for change in ({"prompts": None}, {"texts": options.prompts}):
-        with pytest.raises(MedusaError, match="either prompts or texts"):
+        with pytest.raises(MedusaError, match="give prompts"):
             train(replace(options, **change))
 
 

@@ -61,10 +61,11 @@ class HeadsConfig(BaseModel):
 
     Attributes:
         num_heads: K; head k (from 0) guesses the token k + 1 places after the root.
-        num_layers: residual blocks per head.
+        num_layers: residual blocks per head, behind the trunk if there is one.
         hidden_size, vocab_size: of the target, H and V. V is 0 where a checkpoint shares the target's unembedding and
             does not say: then it is the target's, known once the heads are bound.
         root_conditioned: whether the first block also reads the embedding of the root token.
+        trunk_size: M, width of a first layer that all heads share (see model.py); None: each head has its own block.
         bias: whether blocks have one.
         unembedding: "target" shares the target's lm_head (the heads store none), "shared" brings one for all heads,
             "per_head" one for each.
@@ -84,6 +85,7 @@ class HeadsConfig(BaseModel):
     hidden_size: int = Field(ge=1)
     vocab_size: int = Field(ge=0)
     root_conditioned: bool = False
+    trunk_size: int | None = Field(default=None, ge=1)
     bias: bool = True
     unembedding: Literal["target", "shared", "per_head"] = "target"
     draft_vocab_size: int | None = Field(default=None, ge=1)
@@ -106,8 +108,10 @@ class HeadsConfig(BaseModel):
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}")
         if self.num_outputs and self.top_k > self.num_outputs:
             raise ValueError(f"top_k {self.top_k} exceeds the {self.num_outputs} tokens the heads can guess")
-        if self.root_conditioned and self.num_layers == 0:
-            raise ValueError("root_conditioned heads need num_layers of at least 1")
+        if self.trunk_size is not None and not self.root_conditioned:
+            raise ValueError("a trunk is for root_conditioned heads only")
+        if self.root_conditioned and self.num_layers == 0 and self.trunk_size is None:
+            raise ValueError("root_conditioned heads need num_layers of at least 1 or a trunk_size")
         calibration = self.calibration
         if calibration is not None:
             if len(calibration.temperatures) != self.num_heads or len(calibration.rank_accuracy) != self.num_heads:

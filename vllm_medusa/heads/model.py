@@ -1,12 +1,14 @@
 """The heads: small residual networks on one hidden row, each guessing one token further ahead.
 
     first block   h_k = h + SiLU(W_k h + U_k e(root) + b_k)      U_k only in root-conditioned heads
+      or trunk    h_k = h + D_k SiLU(W h + U e(root) + b) + c_k  the layer inside is shared by all heads
     next blocks   h_k = h_k + SiLU(W_k h_k + b_k)
     logits_k      h_k E^T                                        E: the target's own unembedding, by default
 
 Plain heads are those of Medusa (Cai et al. 2024, arXiv:2401.10774, section 2.1). Root-conditioned heads also see the
 root token, which is already sampled when we draft. They stay independent of each other given the root, so one tree
-grows from one set of candidates. Weights of all heads are stacked: a block is one (batched) product, so are the logits.
+grows from one set of candidates. Heads with a trunk share what they make of the two, so that the same number of weights
+holds more features. Weights of all heads are stacked: a block is one (batched) product, so are the logits.
 """
 
 from __future__ import annotations
@@ -46,6 +48,17 @@ class _Block(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size)) if bias else None
 
 
+class _Trunk(nn.Module):
+    """The layer that all heads share, M features wide, and each head's way back: weight [M, H], out [K, H, M]."""
+
+    def __init__(self, num_heads: int, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.out = nn.Parameter(torch.zeros(num_heads, hidden_size, width))
+        self.out_bias = nn.Parameter(torch.zeros(num_heads, hidden_size))
+
+
 class MedusaHeads(nn.Module):
     """K heads; `bind` ties them to a target before use.
 
@@ -66,7 +79,9 @@ class MedusaHeads(nn.Module):
         self.config = config
         heads, hidden = config.num_heads, config.hidden_size
         self.layers = nn.ModuleList(_Block(heads, hidden, config.bias) for _ in range(config.num_layers))
-        self.root = nn.Parameter(torch.zeros(heads, hidden, hidden)) if config.root_conditioned else None
+        self.trunk = None if config.trunk_size is None else _Trunk(heads, hidden, config.trunk_size)
+        rooted = (heads, hidden, hidden) if config.trunk_size is None else (config.trunk_size, hidden)
+        self.root = nn.Parameter(torch.zeros(rooted)) if config.root_conditioned else None
         copies = {"target": 0, "shared": 1, "per_head": heads}[config.unembedding]
         own = torch.zeros(copies, config.num_outputs, hidden)
         self.unembedding = nn.Parameter(own, requires_grad=False) if copies else None
@@ -157,9 +172,13 @@ class MedusaHeads(nn.Module):
         config = self.config
         shape = (hidden.shape[0], config.num_heads, config.hidden_size)
         states = hidden[:, None].expand(shape)
+        if self.trunk is not None:
+            inner = _product(hidden, self.trunk.weight) + self._root_term(root_tokens) + self.trunk.bias
+            back = _product(functional.silu(inner), self.trunk.out.flatten(0, 1)).reshape(shape)
+            states = states + (back + self.trunk.out_bias)
         for number, block in enumerate(self.layers):
             assert isinstance(block, _Block)
-            if number == 0:  # all heads read the same row: one plain product
+            if number == 0 and self.trunk is None:  # all heads read the same row: one plain product
                 inner = _product(hidden, block.weight.flatten(0, 1)).reshape(shape)
                 if self.root is not None:
                     inner = inner + self._root_term(root_tokens).reshape(shape)
@@ -174,7 +193,7 @@ class MedusaHeads(nn.Module):
         assert self.root is not None
         if self._bound_embedding is None or root_tokens is None:
             raise MedusaError("medusa: root-conditioned heads need bind(unembedding, embedding) and the root tokens")
-        return _product(self._bound_embedding[root_tokens], self.root.flatten(0, 1))
+        return _product(self._bound_embedding[root_tokens], self.root.flatten(0, -2))
 
     def forward(self, hidden: Tensor, root_tokens: Tensor | None) -> Tensor:
         """Logits [B, K, Vd] of every head, over the draft vocabulary, without temperature. Arguments as in `states`."""

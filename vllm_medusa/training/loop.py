@@ -195,20 +195,43 @@ def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[
     """Weights decay, biases do not, and the root's weights step further where embeddings are smaller than rows.
 
     Adam moves every weight by about the learning rate, so a product's output moves with the size of its input; the
-    ratio of the two sizes lets both inputs of a root-conditioned block count alike from the start.
+    ratio of the two sizes lets both inputs of root-conditioned heads count alike from the start.
     """
-    matrices = [block.weight for block in heads.layers]
-    biases = [block.bias for block in heads.layers if block.bias is not None]
+    named = dict(heads.named_parameters())
+    root = named.pop("root", None)
     groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": biases, "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if "bias" not in name], "weight_decay": options.weight_decay},
+        {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0},
     ]
-    if heads.root is not None:
-        sample = np.linspace(0, len(rows) - 1, num=min(len(rows), 512), dtype=np.int64)
-        ratio = float(rows.gather(sample).float().square().mean().sqrt() / heads.embedding_rms())
-        rate = options.learning_rate * min(max(ratio, 1.0), 10.0)
-        groups.append({"params": [heads.root], "weight_decay": options.weight_decay, "lr": rate})
+    if root is not None:
+        rate = options.learning_rate * root_ratio(heads, rows)
+        groups.append({"params": [root], "weight_decay": options.weight_decay, "lr": rate})
     return groups
+
+
+def root_ratio(heads: MedusaHeads, rows: HiddenRows) -> float:
+    """How much larger the entries of hidden rows are than those of embeddings, 1 to 10."""
+    return min(max(_rms(rows) / heads.embedding_rms(), 1.0), 10.0)
+
+
+def start_trunk(heads: MedusaHeads, rows: HiddenRows, seed: int) -> None:
+    """Random first weights for a trunk, whose features would all be the same otherwise; the rest stays at zero.
+
+    Rows and embeddings each bring a normal share of about 0.5 to a feature before its SiLU.
+    """
+    if heads.trunk is None or heads.root is None:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    size = 0.5 / math.sqrt(heads.config.hidden_size)
+    for weight, rms in ((heads.trunk.weight, _rms(rows)), (heads.root, heads.embedding_rms())):
+        drawn = torch.randn(weight.shape, generator=generator) * (size / max(rms, 1e-6))
+        weight.data.copy_(drawn)
+
+
+def _rms(rows: HiddenRows) -> float:
+    """Root mean square of hidden rows' entries, from 512 rows spread over all."""
+    sample = np.linspace(0, len(rows) - 1, num=min(len(rows), 512), dtype=np.int64)
+    return float(rows.gather(sample).float().square().mean().sqrt())
 
 
 def _warm_cosine(steps: int, warmup_share: float) -> Callable[[int], float]:

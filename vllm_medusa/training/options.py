@@ -14,14 +14,20 @@ class TrainOptions:
 
     Attributes:
         model: folder of the target.
-        prompts: JSON lines with `prompt` or `turns`, answered in the target's chat template; None: see `texts`.
+        prompts: JSON lines with `prompt` or `turns`, answered in the target's chat template.
         out: folder of the heads, written at the end.
         texts: in place of `prompts`, JSON lines with `text`: plain documents, whose first `text_tokens` tokens the
             target goes on from without a chat template.
+        self_prompts: prompts that the target invents itself, behind those of `prompts`, or alone.
+        evaluate: files of prompts whose first `evaluate_prompts` are answered greedily too, never learnt from, and
+            replayed when the heads are done.
+        notes: Markdown for the end of the model card.
         work: where recorded rows are kept, so that a killed run goes on; None: beside `out`, as NAME-rows.
         base_model: the target's public name, for the card; None: the folder's name.
         held_out: the first prompts (or texts) are kept for calibration and answered greedily.
         max_tokens: answer tokens to learn from; fewer if the prompts end before, at every temperature.
+        num_layers: residual blocks per head; None: none behind a trunk, else two.
+        trunk_size: width of the layer that root-conditioned heads share; None: none.
         draft_vocab_size: tokens the heads can guess, the most frequent ones of the answers; None: all.
     """
 
@@ -30,16 +36,34 @@ class TrainOptions:
     out: Path
     texts: Path | None = None
     text_tokens: int = 64
+    self_prompts: int = 0
+    evaluate: tuple[Path, ...] = ()
+    evaluate_prompts: int = 40
+    evaluate_tokens: int = 128
+    notes: Path | None = None
     work: Path | None = None
     base_model: str | None = None
     held_out: int = 128
     max_tokens: int = 640_000
     num_heads: int = 4
-    num_layers: int = 2
+    num_layers: int | None = None
     root_conditioned: bool = True
+    trunk_size: int | None = 1152
     draft_vocab_size: int | None = 8192
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     loop: LoopOptions = field(default_factory=LoopOptions)
+
+    @property
+    def trunk(self) -> int | None:
+        """Width of the heads' trunk: plain heads have none."""
+        return self.trunk_size if self.root_conditioned else None
+
+    @property
+    def blocks(self) -> int:
+        """Residual blocks per head."""
+        if self.num_layers is not None:
+            return self.num_layers
+        return 2 if self.trunk is None else 0
 
     @property
     def rows_folder(self) -> Path:

@@ -14,44 +14,70 @@ from vllm_medusa.training.data import AnsweringEngine, read_facts, record_answer
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.prompts import read_prompts, read_texts, render_prompts, render_texts
+from vllm_medusa.training.self_prompts import invent_prompts
 
 RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rows to learn from, rows to calibrate on, and facts about the former for the card."""
+    """Rows to learn from, rows to calibrate on, rows to replay by name, and facts about the first for the card."""
 
     rows: HiddenRows
     held: HiddenRows
+    evaluated: dict[str, HiddenRows]
     facts: dict[str, Any]
 
 
 def record(options: TrainOptions, console: Console) -> Recorded:
     """Have the target answer what it has not answered yet, held-out prompts first."""
-    source, prompts = _questions(options)
-    if len(prompts) <= options.held_out:
-        fix = f"holds {len(prompts)} different prompts and {options.held_out} are held out; give more or hold out fewer"
-        raise MedusaError.of("prompts", str(source), fix)
+    source, given = _questions(options)
     folder, answers = options.rows_folder, options.answers
-    _check_recipe(folder, options, prompts)
-    if options.texts is None:
-        ids = render_prompts(options.model, prompts)
-    else:
-        ids = render_texts(options.model, prompts, options.text_tokens)
-    held, rest = ids[: options.held_out], ids[options.held_out :]
-    with AnsweringEngine(options.model, answers) as engine, bar(console, "answering") as (bars, task):
-        held_shards = record_answers(held, folder / "heldout", replace(answers, temperatures=(0.0,)), engine)
-        shards = record_answers(
-            rest,
-            folder / "answers",
-            answers,
-            engine,
-            max_tokens=options.max_tokens,
-            on_progress=lambda _, tokens: bars.update(
-                task, completed=min(tokens, options.max_tokens), total=options.max_tokens
-            ),
-        )
+    _check_recipe(folder, options, given)
+    with AnsweringEngine(options.model, answers) as engine:
+        prompts = given
+        if options.self_prompts:
+            with bar(console, "inventing prompts") as (bars, task):
+                invented = invent_prompts(
+                    options.model,
+                    options.self_prompts,
+                    folder / "prompts",
+                    answers,
+                    engine,
+                    lambda done, wanted: bars.update(task, completed=done, total=wanted),
+                )
+            prompts = list(dict.fromkeys([*given, *invented]))
+        tests = {file.stem: read_prompts(file)[: options.evaluate_prompts] for file in options.evaluate}
+        unseen = {prompt for chosen in tests.values() for prompt in chosen}
+        prompts = [prompt for prompt in prompts if prompt not in unseen]
+        if len(prompts) <= options.held_out:
+            fix = f"gives {len(prompts)} different prompts and {options.held_out} are held out; hold out fewer"
+            raise MedusaError.of("prompts", source, fix)
+        if options.texts is None:
+            ids = render_prompts(options.model, prompts)
+        else:
+            ids = render_texts(options.model, prompts, options.text_tokens)
+        held, rest = ids[: options.held_out], ids[options.held_out :]
+        greedy = replace(answers, temperatures=(0.0,))
+        held_shards = record_answers(held, folder / "heldout", greedy, engine)
+        short = replace(greedy, max_new_tokens=options.evaluate_tokens)
+        evaluated = {
+            name: record_answers(
+                render_prompts(options.model, chosen), folder / f"{name}-{options.evaluate_prompts}", short, engine
+            )
+            for name, chosen in tests.items()
+        }
+        with bar(console, "answering") as (bars, task):
+            shards = record_answers(
+                rest,
+                folder / "answers",
+                answers,
+                engine,
+                max_tokens=options.max_tokens,
+                on_progress=lambda _, tokens: bars.update(
+                    task, completed=min(tokens, options.max_tokens), total=options.max_tokens
+                ),
+            )
     done = [read_facts(shard) for shard in shards]
     tokens = {
         f"at temperature {t:g}": sum(d["tokens"] for d in done if d["temperature"] == t) for t in answers.temperatures
@@ -60,7 +86,9 @@ def record(options: TrainOptions, console: Console) -> Recorded:
     return Recorded(
         rows,
         held_rows,
+        {name: HiddenRows.open(stores) for name, stores in evaluated.items()},
         {
+            "self_prompts": options.self_prompts,
             "training_prompts": min(sum(facts["prompts"] for facts in done), len(rest)),
             "training_tokens": len(rows),
             "training_tokens_by_temperature": tokens,
@@ -71,13 +99,16 @@ def record(options: TrainOptions, console: Console) -> Recorded:
     )
 
 
-def _questions(options: TrainOptions) -> tuple[Path, list[str]]:
+def _questions(options: TrainOptions) -> tuple[str, list[str]]:
     """The file asked from and its different prompts or texts, so that none is ever on both sides of the split."""
-    if options.texts is not None and options.prompts is None:
-        return options.texts, list(dict.fromkeys(read_texts(options.texts)))
-    if options.prompts is None or options.texts is not None:
-        raise MedusaError.of("prompts", options.prompts, "give either prompts or texts, not both and not neither")
-    return options.prompts, list(dict.fromkeys(read_prompts(options.prompts)))
+    if options.texts is not None and options.prompts is None and not options.self_prompts:
+        return str(options.texts), list(dict.fromkeys(read_texts(options.texts)))
+    if options.texts is not None or (options.prompts is None and not options.self_prompts):
+        fix = "give prompts, a number of self_prompts or both; or texts and neither of these"
+        raise MedusaError.of("prompts", options.prompts, fix)
+    if options.prompts is None:
+        return "self_prompts", []
+    return str(options.prompts), list(dict.fromkeys(read_prompts(options.prompts)))
 
 
 def _check_recipe(folder: Path, options: TrainOptions, prompts: list[str]) -> None:
@@ -89,6 +120,7 @@ def _check_recipe(folder: Path, options: TrainOptions, prompts: list[str]) -> No
         "model": str(Path(options.model).resolve()),
         "prompts": hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
         "held_out": options.held_out,
+        "self_prompts": options.self_prompts,
         "text_tokens": options.text_tokens if options.texts is not None else None,
         **{name: value for name, value in asdict(options.answers).items() if name != "temperatures"},
     }

@@ -16,7 +16,7 @@ from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import calibrate
 from vllm_medusa.training.card import model_card
 from vllm_medusa.training.hidden import HiddenRows
-from vllm_medusa.training.loop import choose_draft_vocab, train_heads
+from vllm_medusa.training.loop import choose_draft_vocab, start_trunk, train_heads
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recorded import record
 from vllm_medusa.training.replay import replay
@@ -50,7 +50,9 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
         known = np.isin(recorded.held.tokens, heads.token_map.cpu().numpy())
         facts["draft_vocab_coverage"] = round(float(known.mean()), 5)
     with console.status("calibrating"):
-        finish(heads, recorded.held, {"held-out prompts": recorded.held}, facts, options.out)
+        notes = options.notes.read_text(encoding="utf-8") if options.notes is not None else ""
+        replayed = {"held-out prompts": recorded.held, **recorded.evaluated}
+        finish(heads, recorded.held, replayed, facts, options.out, notes)
     snapshots.remove()
     console.print(f"heads written to {options.out}")
     return options.out
@@ -106,10 +108,11 @@ def new_heads(
     vocab_size, hidden_size = unembedding.shape
     config = HeadsConfig(
         num_heads=options.num_heads,
-        num_layers=options.num_layers,
+        num_layers=options.blocks,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         root_conditioned=options.root_conditioned,
+        trunk_size=options.trunk,
         draft_vocab_size=options.draft_vocab_size,
         base_model=options.base_model or Path(options.model).name,
     )
@@ -118,11 +121,17 @@ def new_heads(
         heads.token_map.copy_(choose_draft_vocab(rows.tokens, config.num_outputs, vocab_size))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads.to(device).bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
+    start_trunk(heads, rows, options.loop.seed)
     return heads
 
 
 def finish(
-    heads: MedusaHeads, held_rows: HiddenRows, replayed: dict[str, HiddenRows], facts: dict[str, Any], out: Path
+    heads: MedusaHeads,
+    held_rows: HiddenRows,
+    replayed: dict[str, HiddenRows],
+    facts: dict[str, Any],
+    out: Path,
+    notes: str = "",
 ) -> HeadsConfig:
     """Calibrate trained heads in bfloat16, replay answers, write heads and card to `out`; returns the full config."""
     heads = heads.to(torch.bfloat16).eval()
@@ -134,5 +143,5 @@ def finish(
     training = {**facts, "accepted_length": lengths}
     heads.config = heads.config.model_copy(update={"calibration": calibration, "training": training})
     save_heads(heads, out)
-    (out / "README.md").write_text(model_card(heads.config), encoding="utf-8")
+    (out / "README.md").write_text(model_card(heads.config, notes), encoding="utf-8")
     return heads.config
