@@ -15,12 +15,11 @@ def model_card(config: HeadsConfig, notes: str = "") -> str:
         notes: Markdown put behind the measured tables, for instance what was tried.
     """
     facts = config.training or {}
-    kind = "root-conditioned" if config.root_conditioned else "plain"
     size = f"{config.draft_vocab_size} of {config.vocab_size}" if config.draft_vocab_size else str(config.vocab_size)
     parts = [
         _front_matter(config),
         f"# Medusa heads for {config.base_model}",
-        f"{config.num_heads} {kind} heads of {config.num_layers} residual blocks, for use with vllm-medusa: "
+        f"{_kind(config)}, for use with vllm-medusa: "
         f'`--speculative-config \'{{"method": "medusa", "model": "…"}}\'`. They guess {size} tokens '
         "and share the target's own unembedding. The output of the target does not change, only its speed.",
         "## How they were made",
@@ -37,12 +36,29 @@ def _front_matter(config: HeadsConfig) -> str:
     return f"---\nlicense: apache-2.0\nbase_model: {config.base_model}\ntags: [medusa, speculative-decoding, vllm]\n---"
 
 
+def _kind(config: HeadsConfig) -> str:
+    """What sort of heads, in words."""
+    shape = [f"{config.num_heads} {'root-conditioned' if config.root_conditioned else 'plain'} heads"]
+    if config.trunk_size is not None:
+        shape.append(f"on a shared layer of {config.trunk_size} features")
+    if config.num_layers:
+        shape.append(f"of {config.num_layers} residual block{'s' if config.num_layers > 1 else ''} each")
+    return " ".join(shape)
+
+
 def _training(facts: dict[str, Any]) -> str:
     rows = [(name.replace("_", " "), value) for name, value in facts.items() if not isinstance(value, dict | list)]
     table = ["| | |", "| --- | --- |"] + [f"| {name} | {value} |" for name, value in rows]
+    lesson = {
+        "ce": "the tokens that followed",
+        "kl": "the target's own distribution of the tokens that followed",
+        "mixed": "half the tokens that followed, half the target's own distribution of them",
+    }[facts.get("loss", "ce")]
+    invented = f" ({facts['self_prompts']} of them it had invented itself)" if facts.get("self_prompts") else ""
+    temperatures = " and ".join(facts.get("training_tokens_by_temperature", {"at temperature 0": 0}))
     about = (
-        "Self-distillation (Medusa-1): the target answered prompts greedily through vLLM, its hidden rows were "
-        "recorded while it did, and the heads learnt the tokens that follow; the target stayed frozen."
+        f"Self-distillation (Medusa-1): the target answered prompts{invented} {temperatures} through vLLM, its hidden "
+        f"rows were recorded while it did, and the heads learnt {lesson}; the target stayed frozen."
     )
     return about + "\n\n" + "\n".join(table)
 

@@ -62,7 +62,7 @@ def record_answers(
     Raises:
         MedusaError: no prompt leaves room; shards that were made at another temperature.
     """
-    ids = [row for row in ids if len(row) + options.max_new_tokens <= options.max_model_len]
+    ids = [row for row in ids if leaves_room(row, options)]
     if not ids:
         fix = f"no prompt leaves room for {options.max_new_tokens} new tokens in {options.max_model_len}; raise it"
         raise MedusaError.of("max_model_len", options.max_model_len, fix)
@@ -83,6 +83,11 @@ def record_answers(
         done.append(shard)
         on_progress(min((number + 1) * options.shard_size, len(ids) * len(options.temperatures)), total)
     return done
+
+
+def leaves_room(ids: list[int], options: AnswerOptions) -> bool:
+    """Whether an answer fits behind a prompt."""
+    return len(ids) + options.max_new_tokens <= options.max_model_len
 
 
 def read_facts(shard: Path) -> dict[str, Any]:

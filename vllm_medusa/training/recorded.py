@@ -10,7 +10,7 @@ from rich.console import Console
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.training.bars import bar
-from vllm_medusa.training.data import AnsweringEngine, read_facts, record_answers
+from vllm_medusa.training.data import AnsweringEngine, leaves_room, read_facts, record_answers
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.prompts import read_prompts, read_texts, render_prompts, render_texts
@@ -50,6 +50,7 @@ def record(options: TrainOptions, console: Console) -> Recorded:
         tests = {file.stem: read_prompts(file)[: options.evaluate_prompts] for file in options.evaluate}
         unseen = {prompt for chosen in tests.values() for prompt in chosen}
         prompts = [prompt for prompt in prompts if prompt not in unseen]
+        own = set(prompts).difference(given)
         if len(prompts) <= options.held_out:
             fix = f"gives {len(prompts)} different prompts and {options.held_out} are held out; hold out fewer"
             raise MedusaError.of("prompts", source, fix)
@@ -82,14 +83,18 @@ def record(options: TrainOptions, console: Console) -> Recorded:
     tokens = {
         f"at temperature {t:g}": sum(d["tokens"] for d in done if d["temperature"] == t) for t in answers.temperatures
     }
+    fitting = [
+        prompt for prompt, row in zip(prompts[options.held_out :], rest, strict=True) if leaves_room(row, answers)
+    ]
+    asked = fitting[: sum(facts["prompts"] for facts in done)]
     rows, held_rows = HiddenRows.open(shards), HiddenRows.open(held_shards)
     return Recorded(
         rows,
         held_rows,
         {name: HiddenRows.open(stores) for name, stores in evaluated.items()},
         {
-            "self_prompts": options.self_prompts,
-            "training_prompts": min(sum(facts["prompts"] for facts in done), len(rest)),
+            "training_prompts": len(asked),
+            "self_prompts": len(own.intersection(asked)),
             "training_tokens": len(rows),
             "training_tokens_by_temperature": tokens,
             "held_out_prompts": int(held_rows.sequences[-1]) + 1,
