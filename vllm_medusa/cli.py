@@ -302,6 +302,8 @@ def convert(
         done = run_conversion(src, dst, to, model)
         console.print(f"{done.origin} → {to}: {done.config.num_heads} heads × {done.config.num_layers} blocks")
         console.print(f"{done.tensors} tensors read back from {dst}, the same bit by bit", markup=False)
+        if done.note:
+            console.print(f"note: {done.note}", markup=False)
         if done.kept:
             console.print(f"with {', '.join(done.kept)} as they were; check what they say", markup=False)
 

@@ -81,12 +81,14 @@ def test_fasterdecoding_to_ours_to_vllm_keeps_every_bit(tmp_path: Path, file: st
 
 def test_vllms_config_says_what_vllm_needs(make_heads: Make, tmp_path: Path, model: str) -> None:
     save_heads(make_heads(draft_vocab_size=20), tmp_path / "ours")
-    convert(str(tmp_path / "ours"), tmp_path / "vllm", "vllm", model)
+    assert "whole vocabulary" in convert(str(tmp_path / "ours"), tmp_path / "vllm", "vllm", model).note
     raw = json.loads((tmp_path / "vllm" / "config.json").read_text())
     # vLLM takes any other key with "num" and "heads" (or "layers") in it for these counts.
     assert [key for key in raw if "num" in key] == ["num_heads", "num_hidden_layers"]
-    assert (raw["vocab_size"], raw["truncated_vocab_size"], raw["original_lm_head"]) == (50, 20, True)
-    assert load_file(tmp_path / "vllm" / "model.safetensors")["lm_head.weight"].shape == (20, 16)
+    assert (raw["vocab_size"], raw["truncated_vocab_size"], raw["original_lm_head"]) == (50, 50, True)
+    # vLLM 0.32 stops at a token map that it uses; where the sizes are equal it passes over it, and we read it back.
+    written = load_file(tmp_path / "vllm" / "model.safetensors")
+    assert written["lm_head.weight"].shape == (50, 16) and written["token_map"].shape == (20,)
 
 
 def test_tgi_heads_learn_their_targets_size_and_name(tmp_path: Path, model: str) -> None:

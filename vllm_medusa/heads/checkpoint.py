@@ -82,15 +82,15 @@ def save_vllm(heads: MedusaHeads, path: str | Path, unembedding: Tensor | None =
     Args:
         heads: heads with an unembedding of their own, or bound to their target.
         path: folder to write.
-        unembedding: [V, H], the target's lm_head, for heads that share it and are not bound.
+        unembedding: [V, H], the target's lm_head, for heads that share it. Written whole, so that vLLM guesses in the
+            whole vocabulary: its version 0.32 refuses every token map. Without it, bound heads write what they use.
 
     Raises:
         MedusaError: heads that vLLM's format cannot say; heads that share an unembedding that is not given.
     """
     check_sayable(heads.config)
     if unembedding is not None and heads.config.unembedding == "target":
-        written = (unembedding if heads.token_map is None else unembedding[heads.token_map])[None]
-        vocab_size = unembedding.shape[0]
+        written, vocab_size = unembedding[None], unembedding.shape[0]
     else:
         written = heads.unembedding_weight() if heads.unembedding is None else heads.unembedding.data
         vocab_size = heads.config.vocab_size

@@ -21,6 +21,10 @@ from vllm_medusa.heads.vllm_format import check_sayable
 
 Format = Literal["ours", "vllm"]
 FORMATS: tuple[Format, ...] = ("ours", "vllm")
+_NOTES = {
+    ("vllm", "target"): "vLLM guesses with these heads in the whole vocabulary; vllm-medusa still in the reduced one",
+    ("vllm", "shared"): "vLLM 0.32 itself refuses reduced vocabularies (token_map); older versions may load this",
+}
 # What people wrote about the heads, and under which terms they may be used, goes with them.
 _KEPT = ("README.md", "LICENSE*", "NOTICE*")
 
@@ -35,6 +39,7 @@ class Conversion:
         config: what they are.
         tensors: how many tensors were read back and compared, bit by bit.
         kept: files that were copied as they are.
+        note: what the user should know about the result, else "".
     """
 
     folder: Path
@@ -42,6 +47,7 @@ class Conversion:
     config: HeadsConfig
     tensors: int
     kept: tuple[str, ...]
+    note: str = ""
 
 
 def convert(source: str, folder: Path, to: str, model: str | None = None) -> Conversion:
@@ -85,7 +91,8 @@ def convert(source: str, folder: Path, to: str, model: str | None = None) -> Con
         partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Conversion(folder, origin, heads.config, compared, tuple(file.name for file in kept))
+    note = _NOTES.get((to, heads.config.unembedding), "") if heads.config.draft_vocab_size else ""
+    return Conversion(folder, origin, heads.config, compared, tuple(file.name for file in kept), note)
 
 
 def _fit(heads: MedusaHeads, model: str) -> Tensor:
