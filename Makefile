@@ -58,7 +58,7 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not server and not gpu" $(ARGS)
 
 test-long: $(STAMP)
-	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py $(ARGS)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

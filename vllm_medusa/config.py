@@ -13,6 +13,7 @@ from vllm_medusa.tree.choices import PRESETS, load_choices, parse_choices
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import MAX_NODES, Tree
 
+SampleMethod = Literal["greedy", "probabilistic"]
 MODES = ("dynamic", "static", "chain")
 SETTINGS_KEY = "medusa"  # where the settings travel to the workers: VllmConfig.additional_config["medusa"]
 
@@ -37,7 +38,7 @@ class MedusaConfig(BaseModel):
     tree: str | list[list[int]] = "dynamic"
     adaptive: Annotated[bool, Field(strict=True)] = True
     draft_vocab: Annotated[bool, Field(strict=True)] = True
-    draft_sample_method: Literal["greedy"] = "greedy"
+    draft_sample_method: SampleMethod = "greedy"
 
     @classmethod
     def parse(
@@ -80,6 +81,8 @@ class Settings(BaseModel):
         heads: folder of the heads.
         num_speculative_tokens: most nodes drafted per request and step.
         parents, ranks: of a fixed tree (see `Tree`); None where trees are grown at each step.
+        draft_sample_method: "greedy" drafts the heads' likeliest tokens; "probabilistic" draws those of sampled
+            requests, in a tree whose shape is fixed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,6 +93,7 @@ class Settings(BaseModel):
     ranks: list[int] | None = None
     adaptive: bool = True
     draft_vocab: bool = True
+    draft_sample_method: SampleMethod = "greedy"
 
     @property
     def fixed_tree(self) -> Tree | None:
@@ -132,6 +136,7 @@ def resolve(
         ranks=None if tree is None else list(tree.ranks),
         adaptive=config.adaptive,
         draft_vocab=config.draft_vocab,
+        draft_sample_method=config.draft_sample_method,
     )
 
 
@@ -172,6 +177,6 @@ def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaErro
         "tree": f"choose {', '.join(MODES)}, a preset, a list of choices such as [[0], [0, 0], [1]] or a .json file",
         "adaptive": "give true or false",
         "draft_vocab": "give true or false",
-        "draft_sample_method": "this version drafts by 'greedy' only",
+        "draft_sample_method": "choose 'greedy' (the likeliest tokens) or 'probabilistic' (drawn from the heads)",
     }.get(key, str(first["msg"]))
     return MedusaError.of(key, settings.get(key), expected)

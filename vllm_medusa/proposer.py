@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,38 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vllm_medusa.config import SETTINGS_KEY, Settings
+from vllm_medusa.config import SETTINGS_KEY, Settings, typical_rank_accuracy
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import Candidates, MedusaHeads
-from vllm_medusa.tree.growth import grow_dynamic
+from vllm_medusa.tree.growth import grow_dynamic, grow_static
+from vllm_medusa.tree.rejection import draw_children
 from vllm_medusa.tree.topology import Tree
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """What drawn candidates were drawn from, for B requests.
+
+    Attributes:
+        which: bool [B], requests whose candidates were drawn.
+        probabilities: float32 [B, K, Vd], of every head over the draft vocabulary, at the request's temperature.
+        token_map: int64 [Vd], token of each place of the draft vocabulary; None if it is the target's own.
+    """
+
+    which: npt.NDArray[np.bool_]
+    probabilities: Tensor
+    token_map: Tensor | None
+
+    def proposal(self, row: int, head: int, vocab: int) -> Tensor:
+        """float32 [vocab], the distribution that one head's candidates came from."""
+        own = self.probabilities[row, head]
+        places = torch.arange(len(own)) if self.token_map is None else self.token_map
+        return own.new_zeros(vocab).index_copy(0, places, own)
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,7 @@ class TreeDraft:
         ranks: int64 [B, N], which of its head's candidates a node is.
         reach: float32 [B, N], probability that the walk gets to the node.
         sizes: int64 [B], nodes of each request.
+        drawn: what candidates were drawn from, where some were.
     """
 
     tokens: Ints
@@ -38,6 +63,7 @@ class TreeDraft:
     ranks: Ints
     reach: Floats
     sizes: Ints
+    drawn: DrawnTokens | None = None
 
 
 class MedusaProposer:
@@ -68,19 +94,34 @@ class MedusaProposer:
         heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
         heads.bind(unembedding, embedding)
         self.heads = heads.eval()
+        if self.settings.draft_sample_method == "probabilistic":
+            accuracy = rank_accuracy_of(heads.config)
+            self.drawn_tree = self.fixed_tree or grow_static(accuracy, self.settings.num_speculative_tokens)
+            self.drawn_reach = self.drawn_tree.reach(accuracy)
 
     @torch.inference_mode()
-    def propose(self, hidden: Tensor, roots: Tensor) -> TreeDraft:
+    def propose(
+        self,
+        hidden: Tensor,
+        roots: Tensor,
+        temperatures: Tensor | None = None,
+        generators: Mapping[int, torch.Generator] | None = None,
+    ) -> TreeDraft:
         """Draft a tree for each request.
 
         Args:
             hidden: [B, H], the target's hidden row (after the final norm) that produced each root token.
             roots: int64 [B], the root tokens: the last ones emitted.
+            temperatures: float32 [B], at which to draw candidates; 0 takes the likeliest. None: 0 for all.
+            generators: of seeded requests, by row, to draw with.
         """
         assert self.heads is not None, "load_model comes first"
         candidates = self.heads.candidates(hidden, roots, self.heads.config.top_k)
         nodes = self.settings.num_speculative_tokens
-        return self._grow(candidates, nodes) if self.fixed_tree is None else self._fill(self.fixed_tree, candidates)
+        draft = self._grow(candidates, nodes) if self.fixed_tree is None else self._fill(self.fixed_tree, candidates)
+        if temperatures is None or not bool((temperatures > 0).any()):
+            return draft
+        return self._draw(draft, self.heads(hidden, roots), temperatures, generators or {})
 
     def _grow(self, candidates: Candidates, nodes: int) -> TreeDraft:
         grown = grow_dynamic(candidates.probabilities, nodes)
@@ -112,6 +153,63 @@ class MedusaProposer:
             reach=reach[:, 1:],
             sizes=np.full(batch, tree.num_nodes, dtype=np.int64),
         )
+
+    def _draw(
+        self, draft: TreeDraft, logits: Tensor, temperatures: Tensor, generators: Mapping[int, torch.Generator]
+    ) -> TreeDraft:
+        """The same drafts, with drawn candidates wherever the temperature is not 0.
+
+        The tree's shape, and the `reach` by which it is cut, know nothing of the tokens drawn: a node that is kept
+        because of its token would not be a draw any more.
+        """
+        assert self.heads is not None
+        tree, token_map = self.drawn_tree, self.heads.token_map
+        which = (temperatures > 0).cpu().numpy()
+        scale = temperatures.clamp(min=1e-5)[:, None, None]
+        scores = (logits.float() / scale)[torch.from_numpy(which)].log_softmax(dim=-1)
+        tokens = np.full((len(scores), tree.num_nodes), -1, dtype=np.int64)
+        seeded = {place: generators[row] for place, row in enumerate(np.flatnonzero(which)) if row in generators}
+        for row in range(tree.num_rows):
+            children = [child - 1 for child in tree.children(row)]
+            if children:
+                own = scores[:, tree.depths[row]]
+                uniforms = torch.rand_like(own)
+                for place, generator in seeded.items():
+                    uniforms[place] = torch.rand(own.shape[1], generator=generator)
+                places = draw_children(own, len(children), uniforms)
+                tokens[:, children] = (places if token_map is None else token_map[places]).cpu().numpy()
+        width = max(draft.tokens.shape[1], tree.num_nodes)
+        merged = _widen(draft, width)
+        merged.tokens[which, : tree.num_nodes] = tokens
+        for name, values in (("parents", tree.parents), ("ranks", tree.ranks), ("reach", self.drawn_reach)):
+            getattr(merged, name)[which, : tree.num_nodes] = values
+        merged.parents[which, tree.num_nodes :] = -1
+        merged.sizes[which] = tree.num_nodes
+        probabilities = torch.zeros(len(which), *scores.shape[1:])
+        probabilities[torch.from_numpy(which)] = scores.exp()
+        return replace(merged, drawn=DrawnTokens(which, probabilities, token_map))
+
+
+def _widen(draft: TreeDraft, width: int) -> TreeDraft:
+    """The same drafts in arrays of their own, `width` nodes wide."""
+
+    def wider(values: npt.NDArray[Any], fill: float) -> npt.NDArray[Any]:
+        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=fill)
+
+    return TreeDraft(
+        tokens=wider(draft.tokens, -1),
+        parents=wider(draft.parents, -1),
+        ranks=wider(draft.ranks, 0),
+        reach=wider(draft.reach, 0.0),
+        sizes=draft.sizes.copy(),
+    )
+
+
+def rank_accuracy_of(config: HeadsConfig) -> list[list[float]]:
+    """[K][R], measured or typical."""
+    if config.calibration is not None and config.calibration.rank_accuracy:
+        return config.calibration.rank_accuracy
+    return typical_rank_accuracy(config.num_heads, config.top_k)
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:

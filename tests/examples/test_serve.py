@@ -52,6 +52,19 @@ def test_completions(client: OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_echo_tells_the_prompt_and_its_log_probabilities(client: OpenAI) -> None:
+    prompt = "Once upon a time"
+    answer = client.completions.create(
+        model="model", prompt=prompt, max_tokens=8, temperature=0.0, echo=True, logprobs=1
+    )
+    choice = answer.choices[0]
+    assert choice.text.startswith(prompt)
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None  # nothing comes before the first token
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs[1:])
+
+
 def test_streaming_says_the_same(client: OpenAI) -> None:
     whole = client.chat.completions.create(model="model", messages=QUESTION, max_tokens=48, temperature=0.0)
     stream = client.chat.completions.create(

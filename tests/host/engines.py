@@ -75,6 +75,7 @@ def start(model: Path | str, heads: Path | str | None = None, **options: Any) ->
         "disable_log_stats": True,
         "num_gpu_blocks_override": 320,  # a small cache: tests copy and compare it whole
         "seed": 0,
+        "max_logprobs": -1,
     }
     llm = LLM(model=str(model), **{**settings, **options})
     _ALIVE.append(llm)

@@ -54,6 +54,7 @@ def shapes(vocab: int, words: list[str]) -> st.SearchStrategy[dict[str, Any]]:
         include_stop_str_in_output=st.booleans(),
         stop_token_ids=st.lists(tokens, min_size=1, max_size=40, unique=True),
         ignore_eos=st.booleans(),
+        repetition_detection=st.sampled_from([{"max_pattern_size": 3, "min_count": 2}]),
         n=st.integers(1, 3),
     )
     showing = st.one_of(

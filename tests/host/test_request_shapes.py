@@ -25,9 +25,11 @@ PROMPTS = [
 
 def params_of(shape: dict[str, Any]) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     fields = dict(shape)
+    if "repetition_detection" in fields:
+        fields["repetition_detection"] = RepetitionDetectionParams(**fields["repetition_detection"])
     grammar = fields.pop("grammar", None)
     if grammar is not None:
         fields["structured_outputs"] = StructuredOutputsParams(**grammar)

@@ -33,6 +33,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         """The host's warm-up, then a short measurement: what a step costs by its tokens."""
         times = super().compile_or_warm_up_model()
         self.model_runner.measure_step_cost()
+        self.model_runner.log_choices()
         return times
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,6 +105,17 @@ class Tree:
             rows.append(row)
             row = self.parents[row - 1]
         return tuple(reversed(rows))
+
+    def reach(self, rank_accuracy: Sequence[Sequence[float]]) -> list[float]:
+        """How likely the walk gets to each node, if candidate r of head k is right with rank_accuracy[k][r].
+
+        >>> Tree(parents=(0, 1, 0)).reach([[0.6, 0.2], [0.5, 0.1]])
+        [0.6, 0.3, 0.2]
+        """
+        reach = [1.0]
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            reach.append(reach[parent] * rank_accuracy[self.depths[node + 1] - 1][rank])
+        return reach[1:]
 
     def prefix(self, n: int) -> Tree:
         """The tree of the first `n` nodes (all of them if there are fewer)."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -21,12 +22,14 @@ from vllm_medusa.cost import NodeBudget, StepCost
 from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout
 from vllm_medusa.host.commit import TreeKeyValues, find_moves
 from vllm_medusa.host.grammar import KEPT, TreeDraftTokenIds
+from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.trees import DraftBook, StepTrees, lay_trees
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
 
+logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
 WARM_UP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
 
 
@@ -52,8 +55,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.tree_sampler = TreeSampler(self.sampler)
         self.rejection_sampler = self.tree_sampler
         self._all_logits_processors()
+        if self.drafter.settings.draft_sample_method == "probabilistic":
+            self.tree_sampler.judge_proposals()
         self.book = DraftBook()
         self.statistics = Statistics()
+        self.guard = AcceptanceGuard(self.drafter.settings.heads, logger)
         self.cost = StepCost()
         self.budget = NodeBudget(self.cost)
         self.trees: StepTrees | None = None
@@ -100,6 +106,21 @@ class MedusaCPUModelRunner(CPUModelRunner):
         for size in [size for size in WARM_UP_SIZES if size <= most]:
             best = min(self._time_forward(size) for _ in range(4))
             self.cost.observe(size, best)
+
+    def log_choices(self) -> None:
+        """One line that says what serves."""
+        settings, heads = self.drafter.settings, self.drafter.heads
+        tree = "dynamic trees" if settings.fixed_tree is None else "a fixed tree"
+        logger.info(
+            "Medusa: %s of up to %d nodes%s from %d heads (%s); Model Runner V1, tree attention by %s, %s candidates.",
+            tree,
+            settings.num_speculative_tokens,
+            ", fewer under load," if settings.adaptive else "",
+            heads.config.num_heads if heads is not None else 0,
+            settings.heads,
+            {"c++": "the C++ kernel"}.get(active_kernel(), active_kernel()),
+            settings.draft_sample_method,
+        )
 
     @torch.inference_mode()
     def _time_forward(self, tokens: int) -> float:
@@ -184,7 +205,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
             self._commit(trees, paths)
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
-        self.statistics.count(trees, roots, paths, walk.tokens.numpy(), walk.lengths.numpy(), decoding)
+        lengths = walk.lengths.numpy()
+        self.statistics.count(trees, roots, paths, walk.tokens.numpy(), lengths, decoding)
+        drafted = decoding & (trees.sizes > 0)
+        self.guard.watch(int(drafted.sum()), int((lengths[drafted] > 1).sum()))
         return output
 
     def _commit(self, trees: StepTrees, paths: npt.NDArray[np.int64]) -> None:
@@ -257,7 +281,22 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     def _draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
         """Trees for the batch's `rows`, from their hidden rows [len(rows), H] and root tokens int64 [len(rows)]."""
-        return self.drafter.propose(hidden, roots)
+        temperatures = self._drawing_temperatures(rows)
+        if temperatures is None:
+            return self.drafter.propose(hidden, roots)
+        seeded = self.input_batch.generators
+        generators = {place: seeded[row] for place, row in enumerate(rows) if row in seeded}
+        return self.drafter.propose(hidden, roots, temperatures, generators)
+
+    def _drawing_temperatures(self, rows: list[int]) -> Tensor | None:
+        """float32 [len(rows)], at which candidates are drawn; 0 where the likeliest are taken.
+
+        Under a grammar always the likeliest: a node that the grammar prunes would be missing from the draw.
+        """
+        if self.drafter.settings.draft_sample_method == "greedy":
+            return None
+        asked = [self.requests[self.input_batch.req_ids[row]].sampling_params for row in rows]
+        return torch.tensor([p.temperature if p and p.structured_outputs is None else 0.0 for p in asked])
 
     def take_draft_token_ids(self) -> Any:
         """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""

@@ -23,6 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_medusa.host.trees import StepTrees
+from vllm_medusa.host.v1.proposals import DrawnChildren, ProposalSampler
 from vllm_medusa.tree.walk import Walk, step_to_child
 
 Bools = npt.NDArray[np.bool_]
@@ -53,14 +54,22 @@ class TreeSampler:
     moves to the child that carries the drawn token. So every emitted token is a draw from the target's own
     distribution, and a seeded request takes exactly one draw of its generator per emitted token. Seen as rejection
     sampling, the proposals are one-hot: child c is accepted with probability p(c), else the token comes from the rest
-    (Leviathan et al., arXiv:2211.17192, with q one-hot; for several children SpecInfer, arXiv:2305.09781).
+    (Leviathan et al., arXiv:2211.17192, with q one-hot; for several children SpecInfer, arXiv:2305.09781). Drafts
+    that were drawn (`draft_sample_method: "probabilistic"`) are judged by their proposals instead: same distribution,
+    other draws than plain decoding takes from a seed.
     """
 
     def __init__(self, sampler: Sampler) -> None:
         """Walk with the host's `sampler`."""
         self.sampler = sampler
+        self.last_stage: ProposalSampler | None = None
         self.rows: StepRows | None = None
         self.walk: Walk | None = None
+
+    def judge_proposals(self) -> None:
+        """From now on, candidates that were drawn from the heads' distributions are judged by these."""
+        self.last_stage = ProposalSampler(self.sampler.topk_topp_sampler)
+        self.sampler.topk_topp_sampler = self.last_stage
 
     def __call__(
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
@@ -69,7 +78,7 @@ class TreeSampler:
 
         Args:
             metadata: the host's view of the drafts (rows of logits per request).
-            draft_probs: unused; our drafts are one-hot.
+            draft_probs: unused; what drafts were drawn from travels with the trees.
             logits: [sum of 1 + nodes, V], row by row; grammar masks are applied.
             sampling: the host's parameters of the batch.
 
@@ -79,9 +88,13 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
+        first = torch.from_numpy(rows.trees.first_logit)
         bare = sampling.all_greedy and _only_asks_for_tokens(sampling)
 
-        def draw(asked: Tensor, at: Tensor, drawing: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
+        def draw(asked: Tensor, standing: Tensor, drawing: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
+            at = (first + standing.clamp(min=0))[asked]
+            if self.last_stage is not None:
+                self.last_stage.drawn = DrawnChildren.find(rows.trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
             output = self.sampler(logits[at], _as_plain(sampling, asked, drawing))
@@ -99,14 +112,13 @@ def _walk(
 
     Args:
         rows: the step.
-        draw: from (requests asked int64 [A], their rows of logits int64 [A], bool [R] who may use its generator) to
-            (tokens [A], log-probabilities of these rows).
+        draw: from (requests asked int64 [A], every request's row int64 [R], bool [R] who may use its generator) to
+            (tokens [A], log-probabilities of the batch).
         processors: the host's logits processors, told of every token walked.
         skip_ended: ask only for requests that still walk; else for the whole batch, in its order, at each depth.
     """
     trees = rows.trees
     tree = (torch.from_numpy(trees.tokens), torch.from_numpy(trees.parents), torch.from_numpy(trees.sizes))
-    first = torch.from_numpy(trees.first_logit)
     standing = torch.zeros(len(trees.requests), dtype=torch.int64)
     walking = torch.from_numpy(~rows.unfinished)
     everyone = torch.arange(len(trees.requests))
@@ -116,7 +128,7 @@ def _walk(
             path.append(standing)
             active = standing >= 0
             asked = active.nonzero()[:, 0] if skip_ended else everyone
-            drawn, information = draw(asked, (first + standing.clamp(min=0))[asked], active & walking)
+            drawn, information = draw(asked, standing, active & walking)
             sampled = torch.full_like(standing, -1)
             sampled[asked] = drawn.to(torch.int64)
             emitted.append(sampled.where(active, -1))
