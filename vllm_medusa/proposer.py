@@ -38,12 +38,6 @@ class DrawnTokens:
     probabilities: Tensor
     token_map: Tensor | None
 
-    def proposal(self, row: int, head: int, vocab: int) -> Tensor:
-        """float32 [vocab], the distribution that one head's candidates came from."""
-        own = self.probabilities[row, head]
-        places = torch.arange(len(own)) if self.token_map is None else self.token_map
-        return own.new_zeros(vocab).index_copy(0, places, own)
-
 
 @dataclass(frozen=True)
 class TreeDraft:
