@@ -82,3 +82,10 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
         HiddenRows.open([tmp_path])
     with pytest.raises(MedusaError, match="generate answers first"):
         HiddenRows.open([])
+
+
+def test_released_pages_are_read_again(record: Callable[..., HiddenRows]) -> None:
+    rows = record([[1, 2, 3]], [torch.arange(48.0).reshape(3, 16)])
+    before = rows.gather(np.arange(3))
+    rows.release()
+    assert torch.equal(rows.gather(np.arange(3)), before)

@@ -21,6 +21,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -112,9 +113,7 @@ class HiddenRows:
     def release(self) -> None:
         """Give mapped pages back: they stay in the file cache, but no longer count as this process's memory."""
         for store in self._stores:
-            mapping = getattr(store, "_mmap", None)
-            if mapping is not None:
-                mapping.madvise(mmap.MADV_DONTNEED)
+            release(store)
 
     def targets(self, num_heads: int) -> npt.NDArray[np.int64]:
         """Head k's target for every row, int64 [n, K]: the token k+1 places after the root; -1 past the answer's end.
@@ -129,6 +128,13 @@ class HiddenRows:
             same = self.sequences[ahead:] == self.sequences[:rows]
             out[:rows, k][same] = self.tokens[ahead:][same]
         return out
+
+
+def release(mapped: npt.NDArray[Any]) -> None:
+    """Give the pages of a memory-mapped array back; any other array is left alone."""
+    mapping = getattr(mapped, "_mmap", None)
+    if mapping is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _map_store(folder: Path) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32], int]:

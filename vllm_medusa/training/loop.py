@@ -24,7 +24,7 @@ from vllm_medusa.training.lessons import Lessons, Loss
 from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
-_RELEASE = 200  # steps after which mapped pages of the store are given back
+_RELEASE = 20  # steps after which mapped pages are given back
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ class _Run:
         now.losses = [0.95 * old + 0.05 * new for old, new in zip(now.losses or means, means, strict=True)]
         if now.step % _RELEASE == 0:
             self.rows.release()
+            if self.lessons.teacher is not None:
+                self.lessons.teacher.release()
 
     def _losses(self, chosen: npt.NDArray[np.int64]) -> list[Tensor]:
         """Mean loss of each head."""

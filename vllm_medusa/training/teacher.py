@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.hidden import HiddenRows, release
 
 TOP = 16
 _BATCH = 512
+_RELEASE = 50  # batches after which mapped pages of the store are given back
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Teacher:
 
     tokens: npt.NDArray[np.int32]
     shares: npt.NDArray[np.float16]
+
+    def release(self) -> None:
+        """Give mapped pages back (see hidden.py)."""
+        release(self.tokens)
+        release(self.shares)
 
 
 def make_teacher(
@@ -75,6 +81,8 @@ def _write(
             tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
             shares.write(probabilities.to("cpu", torch.float16).numpy().tobytes())
             on_progress(int(where[-1]) + 1, len(rows))
+            if first // _BATCH % _RELEASE == 0:
+                rows.release()
 
 
 def _fingerprint(heads: MedusaHeads, rows: HiddenRows, top: int) -> str:
