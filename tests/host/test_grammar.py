@@ -199,3 +199,25 @@ def test_thinking_first_then_the_grammar(speaker_model, speaker_heads, drafting)
     assert [c.token_ids for c in found] == [c.token_ids for c in truth]
     assert sum(end in list(c.token_ids)[1:-2] for c in truth) >= 2, "some must think first, and then speak"
     assert trees.runner.medusa_report()["mean_accepted_length"] > 1.1
+
+
+def test_a_thinking_budget_is_kept(speaker_model, speaker_heads, drafting):
+    """The host counts drafts as thoughts, so such a request gets none; the others keep their trees."""
+    reasoning = {"reasoning_parser": "deepseek_r1", "reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    options = {**SPEAKING, "reasoning_config": reasoning}
+    plain = start(speaker_model, **options)
+    trees = start(speaker_model, speaker_heads, **options, medusa={"num_speculative_tokens": 32, "adaptive": False})
+    begin, end = plain.llm.get_tokenizer().convert_tokens_to_ids(["<think>", "</think>"])
+    prompts = [[*prompt, begin] for prompt in prompt_ids(plain)]
+    params = [
+        params_for(None, max_tokens=30, ignore_eos=True, thinking_token_budget=3 + i if i % 2 else None)
+        for i in range(6)
+    ]
+    truth = plain.answer(prompts, params)
+    drafting(drafted(trees, prompts, truth))
+    trees.runner.medusa_report(reset=True)
+    found = trees.answer(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in truth]
+    for i in (1, 3, 5):
+        assert end in list(truth[i].token_ids)[: 3 + i + 1], "the budget must end the thought"
+    assert trees.runner.medusa_report()["mean_accepted_length"] > 1.3

@@ -92,6 +92,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         custom = self._own_processors or ()
         self.input_batch.logitsprocs = build_logitsprocs(plain, self.device, False, False, custom)
         self.input_batch.logitsprocs_need_output_token_ids = bool(custom)
+        thinking = self.input_batch.thinking_budget_state_holder
+        if thinking is not None:  # the walk samples one row per request, as without speculation
+            thinking.in_spec_mode, thinking.num_spec_tokens = False, 0
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
 
     def measure_step_cost(self) -> None:
@@ -311,7 +314,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents) if parents else drafts
 
     def _wants_draft(self, row: int) -> bool:
-        """Not when the next token is the request's last, and not under a thinking budget (the host counts drafts)."""
+        """Not when the next token is the request's last, and not under a thinking budget: the host counts calls."""
         request = self.requests[self.input_batch.req_ids[row]]
         params = request.sampling_params
         if params is None or params.thinking_token_budget is not None:

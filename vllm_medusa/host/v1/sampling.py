@@ -97,7 +97,10 @@ class TreeSampler:
                 self.last_stage.drawn = DrawnChildren.find(rows.trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
-            output = self.sampler(logits[at], _as_plain(sampling, asked, drawing))
+            plain = _as_plain(sampling, asked, drawing)
+            if bool(standing.any()):  # requests with a thinking budget have no drafts: they are asked at roots alone
+                plain = replace(plain, thinking_budget_state_holder=None)
+            output = self.sampler(logits[at], plain)
             return output.sampled_token_ids[:, 0], _for_the_batch(output.logprobs_tensors, asked, len(drawing))
 
         skip_ended = _rows_are_separable(sampling)
@@ -143,19 +146,19 @@ def _walk(
 
 def _rows_are_separable(sampling: SamplingMetadata) -> bool:
     """Whether a part of the batch can be sampled without the rest: no processor keeps state by row of the batch."""
-    holder = sampling.thinking_budget_state_holder
-    tracking = holder is not None and holder.has_tracked_requests()
-    return not tracking and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
+    return all(_is_idle(processor) for processor in sampling.logitsprocs.all)
 
 
 def _only_asks_for_tokens(sampling: SamplingMetadata) -> bool:
     """Whether logits go into the choice of a token as they are, and nothing else is asked."""
+    holder = sampling.thinking_budget_state_holder
     return (
         sampling.no_penalties
         and sampling.max_num_logprobs is None
         and not sampling.logprob_token_ids
         and not sampling.bad_words_token_ids
         and sampling.allowed_token_ids_mask is None
+        and (holder is None or not holder.has_tracked_requests())
         and _rows_are_separable(sampling)
     )
 
