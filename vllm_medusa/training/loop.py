@@ -24,7 +24,7 @@ from vllm_medusa.training.lessons import Lessons, Loss
 from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
-_RELEASE = 20  # steps after which mapped pages are given back
+_RELEASE = 4  # steps after which mapped pages are given back
 
 
 @dataclass(frozen=True)
