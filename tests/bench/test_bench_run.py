@@ -54,7 +54,7 @@ def test_bench(model: str, plain_heads: Path, tmp_path: Path) -> None:
     data = tmp_path / "two.jsonl"
     data.write_text('{"prompt": "Count from 1 to 30."}\n{"turns": ["Name five animals, one per line."]}\n')
     table = run(
-        "bench", "--model", model, "--data", data, "--methods", "medusa,native-chain,ngram",
+        "bench", "--model", model, "--data", data, "--methods", "medusa,native-chain",
         "--native-heads", plain_heads,
         "--batch-sizes", "1,2", "--max-tokens", 24, "--rounds", 1, "--dtype", "float32", "--enforce-eager",
         "--json", "out.json", "--plot", "out.png", cwd=tmp_path,
@@ -63,7 +63,7 @@ def test_bench(model: str, plain_heads: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.png").exists()
     found = json.loads((tmp_path / "out.json").read_text())
     assert {(run["method"], run["batch_size"]) for run in found["runs"]} == {
-        (method, size) for method in ("none", "medusa", "native-chain", "ngram") for size in (1, 2)
+        (method, size) for method in ("none", "medusa", "native-chain") for size in (1, 2)
     }
     for run_ in found["runs"]:
         assert run_["dataset"] == "two"
@@ -72,7 +72,7 @@ def test_bench(model: str, plain_heads: Path, tmp_path: Path) -> None:
         assert run_["mean_accepted_length"] >= 1.0
     medusa = next(run for run in found["runs"] if run["method"] == "medusa")
     assert medusa["drafted_nodes_per_step"] > 0
-    assert {ratio["method"] for ratio in found["ratios"]} == {"medusa", "native-chain", "ngram"}
+    assert {ratio["method"] for ratio in found["ratios"]} == {"medusa", "native-chain"}
     assert found["provenance"]["environment"]["OMP_NUM_THREADS"]
     assert found["provenance"]["engine"]["none"]["dtype"] == "float32"
 

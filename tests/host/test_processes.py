@@ -31,8 +31,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
-def test_separate_processes(speaker_model, speaker_heads, speaker, tmp_path, eager):
+def test_separate_processes(speaker_model, speaker_heads, speaker, tmp_path):
     """Seeded and free requests, and two under a grammar: trees pruned in one process and walked in another."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -45,7 +44,7 @@ def test_separate_processes(speaker_model, speaker_heads, speaker, tmp_path, eag
     medusa = {"method": "medusa", "model": str(speaker_heads), "num_speculative_tokens": 12, "adaptive": False}
     llm = {
         "model": str(speaker_model), "dtype": "float32", "max_model_len": MAX_LEN,
-        "block_size": 32, "enforce_eager": eager, "max_num_seqs": 4, "num_gpu_blocks_override": 320,
+        "block_size": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 320,
         "speculative_config": medusa,
     }  # fmt: skip
     task, answer, script = tmp_path / "task.json", tmp_path / "answer.json", tmp_path / "script.py"
