@@ -71,7 +71,7 @@ def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _small_tokenizer() -> Any:
-    """Byte-level BPE of about a thousand tokens, made from the README."""
+    """Byte-level BPE of about a thousand tokens, made from a text that does not change."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +81,7 @@ def _small_tokenizer() -> Any:
     special = ["<pad>", "<s>", "</s>", "<think>", "</think>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=special, initial_alphabet=alphabet)
-    text = (Path(__file__).parents[2] / "README.md").read_text() + "red green blue and certainly not perhaps " * 9
+    text = (Path(__file__).parents[2] / "LICENSE").read_text() + "red green blue and certainly not perhaps " * 9
     tokenizer.train_from_iterator(text.splitlines(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",

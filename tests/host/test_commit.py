@@ -40,8 +40,9 @@ def value_rows(layer, slots: torch.Tensor) -> torch.Tensor:
 
 
 @slow
+@pytest.mark.parametrize("way", ["move", "write again"])
 @pytest.mark.parametrize("alignment", [0, 1, 6, 7, 15, 16, 25, 26, 30, 31])
-def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment):
+def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment, way):
     runner = tiny_medusa.runner
     layers = [layer for layer in runner.compilation_config.static_forward_context.values()]
     rng = np.random.default_rng(alignment)
@@ -72,7 +73,11 @@ def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment):
         sources, targets = find_moves(step, padded)
         for layer, was in zip(layers, before, strict=True):
             layer.kv_cache.copy_(was)
-        kept.write(torch.from_numpy(sources), {layer.layer_name: slots[torch.from_numpy(targets)] for layer in layers})
+        taken = slots[torch.from_numpy(targets)]
+        if way == "move":
+            runner._movers[0].move(slots[torch.from_numpy(sources)], taken)
+        else:  # every row of the step is a tree row here
+            kept.write(torch.from_numpy(sources), {layer.layer_name: taken for layer in layers})
         for number, layer in enumerate(layers):
             expected = before[number].clone()
             for request, path in enumerate(paths):
@@ -90,8 +95,8 @@ def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment):
 def test_chains_move_nothing():
     step = steps_of([Tree.chain(5), Tree((0, 0, 1))], [10, 20])
     sources, targets = find_moves(step, np.array([[0, 1, 2, 3], [0, 1, 3, -1]]))
-    # The chain keeps no rows; row 3 of the other tree takes the slot of its row 2.
-    assert sources.tolist() == [3] and targets.tolist() == [6 + 2]
+    # The chain moves nothing; row 3 of the other tree takes the slot of its row 2.
+    assert sources.tolist() == [6 + 3] and targets.tolist() == [6 + 2]
 
 
 def test_drafts_that_are_not_ours_count_as_a_chain():

@@ -36,7 +36,7 @@ QUESTIONS = ["Who is there?", "Name a colour.", "Shall we?", "Which way, and how
 
 def is_valid(kind: str, text: str) -> bool:
     if kind == "json":
-        value = json.loads(text)
+        value = json.loads(text, strict=False)  # a grammar may allow control characters in a string
         return set(value) == {"name", "age"} and isinstance(value["name"], str) and isinstance(value["age"], int)
     if kind == "regex":
         return re.fullmatch(REGEX, text) is not None

@@ -83,7 +83,7 @@ def test_stop_strings_at_each_place_of_a_path(speaker, speaker_medusa, drafting,
         for ours, theirs in zip(found, truth, strict=True):
             assert (list(ours.token_ids), ours.text) == (list(theirs.token_ids), theirs.text)
             assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
-    assert len({len(c.token_ids) for c in truth}) > 8
+    assert len({len(c.token_ids) for c in truth}) > 4
 
 
 def test_min_tokens_of_a_model_that_wants_to_stop_at_every_step(tiny, tiny_medusa, drafting):

@@ -135,6 +135,34 @@ void attend(const MedusaStep& step, const MedusaLayer& layer) {
   }
 }
 
+// One token's elements of one head, from one place in a block to another.
+template <class T>
+void move_one(T* from, T* to, const int32_t* token, const int32_t* dims, int64_t dim, int64_t here, int64_t there) {
+  from += token[here];
+  to += token[there];
+  for (int64_t d = 0; d < dim; ++d) to[dims[d]] = from[dims[d]];
+}
+
+template <class T>
+void move_all(const MedusaMove& move) {
+  for (int64_t layer = 0; layer < move.layers; ++layer) {
+    T* keys = static_cast<T*>(move.keys[layer]);
+    T* values = static_cast<T*>(move.values[layer]);
+    for (int64_t m = 0; m < move.moves; ++m) {
+      const int64_t here = move.from[m] % move.block_size, there = move.to[m] % move.block_size;
+      const int64_t source = move.from[m] / move.block_size, target = move.to[m] / move.block_size;
+      for (int64_t head = 0; head < move.kv_heads; ++head) {
+        T* k = keys + head * move.key_head;
+        T* v = values + head * move.value_head;
+        move_one(k + source * move.key_block, k + target * move.key_block, move.key_token, move.key_dim, move.dim, here,
+                 there);
+        move_one(v + source * move.value_block, v + target * move.value_block, move.value_token, move.value_dim,
+                 move.dim, here, there);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace medusa
 
@@ -179,6 +207,12 @@ void medusa_prepare(const MedusaStep* step) {
           visible[place / 64] &= ~(uint64_t(1) << place % 64);
     }
   }
+}
+
+// Moves tokens to other slots, all layers.
+void medusa_move(const MedusaMove* move) {
+  if (move->item == 4) medusa::move_all<uint32_t>(*move);
+  if (move->item == 2) medusa::move_all<uint16_t>(*move);
 }
 
 // Fills `out` of one layer.

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -53,6 +54,17 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Move(ctypes.Structure):
+    """`MedusaMove` of kernel/step.h, field by field."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Number) for name in ("layers", "kv_heads", "block_size", "dim", "item")),
+        *((name, _Number) for name in ("key_block", "key_head", "value_block", "value_head")),
+        *((name, _Address) for name in ("keys", "values", "key_token", "key_dim", "value_token", "value_dim")),
+        *(("moves", _Number), ("from", _Address), ("to", _Address)),
+    ]
+
+
 class _Places(NamedTuple):
     """A layout as the kernel reads it: place(token, dim) = token part + dim part.
 
@@ -78,7 +90,8 @@ class Kernel:
         """`library`: what `load_kernel` built."""
         self._prepare = library.medusa_prepare
         self._attend = library.medusa_attend
-        self._prepare.restype = self._attend.restype = None
+        self._move = library.medusa_move
+        self._prepare.restype = self._attend.restype = self._move.restype = None
         library.medusa_has_amx.restype = library.medusa_has_float16.restype = _Number
         self.has_amx = bool(library.medusa_has_amx())
         self._has_float16 = bool(library.medusa_has_float16())
@@ -92,6 +105,10 @@ class Kernel:
     def plan(self, inputs: TreeInputs, amx: bool = True) -> KernelPlan:
         """Prepare a step; `amx=False` keeps to the portable way even where AMX could be used."""
         return KernelPlan(self, inputs, amx and self.has_amx)
+
+    def mover(self, layout: KeyLayout, caches: Sequence[tuple[Tensor, Tensor]]) -> SlotMover:
+        """For the caches (keys, values) of several layers, each [blocks, Hkv, block_size, D], all of one shape."""
+        return SlotMover(self, layout, caches)
 
     def _places(self, layout: KeyLayout) -> _Places:
         known = self._known.get(id(layout))
@@ -145,6 +162,39 @@ class KernelPlan:
         layer.value_block, layer.value_head, _, value_dense = value_cache.stride()
         assert query_dense == out_dense == key_dense == value_dense == 1
         self._attend(*self._arguments)
+
+
+class SlotMover:
+    """Moves cached tokens from slot to slot, in all layers by one call."""
+
+    def __init__(self, kernel: Kernel, layout: KeyLayout, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See `Kernel.mover`. The caches must outlive this object."""
+        keys, values = caches[0]
+        assert all(k.stride() == keys.stride() and k.dtype == keys.dtype for k, _ in caches)
+        assert all(v.stride() == values.stride() and v.dtype == values.dtype for _, v in caches)
+        places = kernel._places(layout)
+        tables = [(_Address * len(caches))(*(pair[half].data_ptr() for pair in caches)) for half in (0, 1)]
+        self._alive = tables, places, caches
+        self._run = kernel._move
+        self._move = _Move(
+            *(len(caches), keys.shape[1], layout.block_size, layout.head_dim, keys.element_size()),
+            *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            *(ctypes.cast(table, _Address) for table in tables),
+            *(part.data_ptr() for part in places.parts),
+        )
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Move tokens one after the other.
+
+        Args:
+            sources, targets: int64 [M], slots. A target may be an earlier move's source, never a later one's.
+        """
+        sources, targets = _dense(sources, torch.int64), _dense(targets, torch.int64)
+        move = self._move
+        move.moves = len(sources)
+        setattr(move, "from", sources.data_ptr())
+        move.to = targets.data_ptr()
+        self._run(ctypes.byref(move))
 
 
 @lru_cache(maxsize=1)

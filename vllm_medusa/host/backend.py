@@ -6,7 +6,7 @@ reach every engine of the process, since the host caches its choice of backend b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
+from vllm_medusa.attention.native import SlotMover, load_kernel
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.commit import TreeKeyValues
 from vllm_medusa.host.trees import StepTrees
@@ -34,13 +35,13 @@ class TreeRows:
     Attributes:
         rows: int64 [T], indices of tree rows among the step's tokens; None if every token is one, in order.
         inputs: arguments of `TreeAttentionPlan` that all layers share.
-        kept: where keys and values of tree rows wait for the commit.
+        kept: where keys and values of tree rows wait for the commit; None where the commit moves them in the cache.
         others: int64 [U], indices of all other tokens, and the host's metadata for them.
     """
 
     rows: Tensor | None
     inputs: dict[str, Any]
-    kept: TreeKeyValues
+    kept: TreeKeyValues | None
     others: tuple[Tensor, CPUAttentionMetadata] | None
     _plans: dict[tuple[float, float, int], TreeAttentionPlan] = field(default_factory=dict)
 
@@ -75,13 +76,14 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        trees.kept.keep(layer.layer_name, key, value, trees.rows)
+        if trees.kept is not None:
+            trees.kept.keep(layer.layer_name, key, value, trees.rows)
         if trees.others is not None:
             rows, metadata = trees.others
             part = torch.empty_like(output[: len(rows)])
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part)
             output[rows] = part
-        key_cache, value_cache = self._halves(kv_cache)
+        key_cache, value_cache = self.halves(kv_cache)
         if trees.rows is None:
             trees.plan(self).run(query, key_cache, value_cache, output)
         else:
@@ -90,7 +92,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             output[trees.rows] = part
         return output
 
-    def _halves(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [blocks, Hkv, block, D] of a cache [blocks, Hkv, block, 2 D], whose blocks hold first all
         keys, then all values. Made once per layer: these views cost as much as a call of the kernel.
         """
@@ -137,10 +139,22 @@ def learn_key_layout(layer: Attention) -> KeyLayout:
     return learn_layout(write, block_size, head_size, layer.kv_cache.dtype)
 
 
+def make_mover(layers: Sequence[Attention], layout: KeyLayout) -> SlotMover | None:
+    """What moves tokens in the caches of one KV group's layers; None where the compiled kernel cannot."""
+    owners = [layer for layer in layers if layer.kv_sharing_target_layer_name is None]
+    kernel = load_kernel()
+    caches = [layer.impl.halves(layer.kv_cache) for layer in owners]
+    if kernel is None or not caches or not kernel.supports(caches[0][0].dtype, layout):
+        return None
+    if len({(keys.stride(), keys.dtype, values.stride()) for keys, values in caches}) > 1:
+        return None
+    return kernel.mover(layout, caches)
+
+
 def attach_trees(
     metadata: CPUAttentionMetadata,
     step: StepTrees,
-    kept: TreeKeyValues,
+    kept: TreeKeyValues | None,
     layout: KeyLayout,
     builder: CPUAttentionMetadataBuilder,
     common: CommonAttentionMetadata,

@@ -1,4 +1,8 @@
-"""Commit by writing again: the accepted path goes to the cache slots that plain decoding would have filled."""
+"""The commit: the accepted path goes to the cache slots that plain decoding would have filled.
+
+With the compiled kernel what lies in the cache is moved. Without it, or where it does not know the cache's packing,
+tree rows are kept as the layers handed them over, and the host's own writer puts the accepted ones in their place.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class TreeKeyValues:
         """Write kept rows to slots, all layers.
 
         Args:
-            sources: int64 [M], indices among the kept rows.
+            sources: int64 [M], indices among the kept rows, which are the step's tree rows in order.
             slots: int64 [M] by layer name, where they belong.
         """
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
@@ -58,8 +62,8 @@ def find_moves(step: StepTrees, paths: Ints) -> tuple[Ints, Ints]:
         paths: int64 [R, D + 1], accepted rows, row 0 first, padded with -1.
 
     Returns:
-        int64 [M] and int64 [M]: indices of the rows among the step's tree rows (in the order of `token_rows(is_tree)`),
-        and indices among the step's tokens of the rows whose slots they take.
+        int64 [M] and int64 [M], indices among the step's tokens: of the rows, and of those whose slots they take;
+        request by request, shallow ones first, so that no row is overwritten before it has moved.
 
     Row 4 (below row 1) was accepted, so it moves to the slot of row 2:
 
@@ -70,11 +74,10 @@ def find_moves(step: StepTrees, paths: Ints) -> tuple[Ints, Ints]:
     >>> [found.tolist() for found in find_moves(step, np.array([[0, 1, 4]]))]
     [[4], [2]]
     """
-    tree_rows = np.where(step.is_tree, step.sizes + 1, 0)
-    first_kept = np.cumsum(tree_rows) - tree_rows
     place = np.arange(paths.shape[1])
     request, depth = np.nonzero((paths != place) & (paths >= 0) & step.is_tree[:, None])
-    return first_kept[request] + paths[request, depth], step.first_token[request] + depth
+    first = step.first_token[request]
+    return first + paths[request, depth], first + depth
 
 
 def _copy(buffer: Tensor, source: Tensor, rows: Tensor | None) -> Tensor:

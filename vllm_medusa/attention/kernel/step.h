@@ -49,6 +49,21 @@ struct MedusaLayer {
   int64_t out_row, out_head;
 };
 
+// Tokens that change places, in every layer of a cache. Strides are in elements of `item` bytes.
+struct MedusaMove {
+  int64_t layers, kv_heads, block_size, dim, item;
+  int64_t key_block, key_head, value_block, value_head;
+  void* const* keys;  // [layers]
+  void* const* values;
+  const int32_t* key_token;
+  const int32_t* key_dim;
+  const int32_t* value_token;
+  const int32_t* value_dim;
+  int64_t moves;
+  const int64_t* from;  // [moves], slots; moved one after the other
+  const int64_t* to;
+};
+
 }  // extern "C"
 
 namespace medusa {

@@ -18,8 +18,9 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.attention.cpu import KeyLayout, active_kernel
+from vllm_medusa.attention.native import SlotMover
 from vllm_medusa.cost import NodeBudget, StepCost
-from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout
+from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout, make_mover
 from vllm_medusa.host.commit import TreeKeyValues, find_moves
 from vllm_medusa.host.grammar import KEPT, TreeDraftTokenIds
 from vllm_medusa.host.guard import AcceptanceGuard
@@ -63,9 +64,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.cost = StepCost()
         self.budget = NodeBudget(self.cost)
         self.trees: StepTrees | None = None
-        self._kept: TreeKeyValues | None = None
-        self._layouts: dict[int, KeyLayout] = {}  # by KV cache group
-        self._slots: dict[str, Tensor] = {}  # of this step, by layer name
+        self._layouts: list[KeyLayout] = []  # by KV cache group, as the two below
+        self._movers: list[SlotMover | None] = []
+        self._slots: list[Tensor] = []  # of this step's tokens
+        self._kept: TreeKeyValues | None = None  # where a group has no mover
         self._started = 0.0
 
     # Start-up ---------------------------------------------------------------------------------------------------
@@ -75,11 +77,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._all_logits_processors()  # the host may have built its batch anew
         layers = self.compilation_config.static_forward_context
-        self._kept = TreeKeyValues(adopt(layers.values()))
-        self._layouts = {
-            gid: learn_key_layout(layers[group.layer_names[0]])
-            for gid, group in enumerate(kv_cache_config.kv_cache_groups)
-        }
+        adopted = adopt(layers.values())
+        groups = [[layers[name] for name in group.layer_names] for group in kv_cache_config.kv_cache_groups]
+        self._layouts = [learn_key_layout(group[0]) for group in groups]
+        self._movers = [make_mover(group, layout) for group, layout in zip(groups, self._layouts, strict=True)]
+        self._kept = None if all(self._movers) else TreeKeyValues(adopted)
 
     def _all_logits_processors(self) -> None:
         """Every processor that plain decoding runs: min_p and logit_bias, plugins, the user's own.
@@ -167,14 +169,15 @@ class MedusaCPUModelRunner(CPUModelRunner):
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Attach the step's trees to the host's metadata of each KV cache group."""
         by_layer, common = super()._build_attention_metadata(*args, **kwargs)
-        if self.trees is not None and self.trees.is_tree.any() and self._kept is not None:
+        if self.trees is not None and self.trees.is_tree.any():
+            self._slots = []
             for gid, groups in enumerate(self.attn_groups):
                 for group in groups:
                     metadata = by_layer[group.layer_names[0]]
                     attach_trees(
                         metadata, self.trees, self._kept, self._layouts[gid], group.get_metadata_builder(), common
                     )
-                    self._slots.update(dict.fromkeys(group.layer_names, metadata.slot_mapping))
+                self._slots.append(metadata.slot_mapping)
         return by_layer, common
 
     # Walk and commit --------------------------------------------------------------------------------------------
@@ -222,15 +225,17 @@ class MedusaCPUModelRunner(CPUModelRunner):
         sources, targets = find_moves(trees, paths)
         if len(sources) == 0:
             return
-        assert self._kept is not None
-        target_tokens = torch.from_numpy(targets)
-        slots: dict[int, Tensor] = {}  # one mapping per group, shared by its layers
-        by_layer = {}
-        for name, mapping in self._slots.items():
-            if id(mapping) not in slots:
-                slots[id(mapping)] = mapping[target_tokens]
-            by_layer[name] = slots[id(mapping)]
-        self._kept.write(torch.from_numpy(sources), by_layer)
+        if self._kept is None:
+            for mover, slots in zip(self._movers, self._slots, strict=True):
+                assert mover is not None
+                mover.move(slots[torch.from_numpy(sources)], slots[torch.from_numpy(targets)])
+            return
+        kept = np.searchsorted(trees.token_rows(trees.is_tree), sources)
+        by_layer: dict[str, Tensor] = {}
+        for slots, groups in zip(self._slots, self.attn_groups, strict=True):
+            taken = slots[torch.from_numpy(targets)]
+            by_layer |= {name: taken for group in groups for name in group.layer_names}
+        self._kept.write(torch.from_numpy(kept), by_layer)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of requests whose sample is discarded.
