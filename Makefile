@@ -67,7 +67,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 heads: $(STAMP)
-	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl --self-prompts 6000 --out out/smollm2-135m-instruct \
+	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl --out out/smollm2-135m-instruct \
 	  $(foreach set,mt_bench humaneval gsm8k,--evaluate $(DATA)/$(set).jsonl) \
 	  --base-model HuggingFaceTB/SmolLM2-135M-Instruct $(ARGS)
 

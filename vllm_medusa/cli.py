@@ -189,7 +189,7 @@ def train(
         Literal["ce", "kl", "mixed"],
         typer.Option(help="Learn the token that came, the target's own distribution there, or half each."),
     ] = "mixed",
-    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    epochs: Annotated[int, typer.Option(min=1)] = 3,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option()] = 0,

@@ -31,7 +31,7 @@ _RELEASE = 4  # steps after which mapped pages are given back
 class LoopOptions:
     """How the heads learn. `learning_rate` is the peak, after a linear warm-up, before a cosine down to zero."""
 
-    epochs: int = 2
+    epochs: int = 3
     batch_size: int = 256
     learning_rate: float = 1.5e-3
     warmup_share: float = 0.05
