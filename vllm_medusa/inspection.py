@@ -105,6 +105,7 @@ def _facts(folder: Path, opened: OpenedHeads) -> Table:
     config, weights = opened.config, opened.weights
     facts = Table(box=None, show_header=False, pad_edge=False)
     kind = "the hidden row and the root token" if config.root_conditioned else "the hidden row"
+    trunk = "" if config.trunk_size is None else f" on a trunk of {config.trunk_size}"
     files = sorted(set(weights.files.values()))
     size = sum(file.stat().st_size for file in files) / 1e6
     first = next(iter(opened.plan.values()))[0]
@@ -114,7 +115,8 @@ def _facts(folder: Path, opened: OpenedHeads) -> Table:
         "heads": str(folder),
         "format": f"{opened.origin}, {dtype}, {size:.1f} MB in {', '.join(file.name for file in files)}",
         "for": config.base_model or "(not said)",
-        "shape": f"{config.num_heads} heads × {config.num_layers} blocks, hidden {config.hidden_size}, reading {kind}",
+        "shape": f"{config.num_heads} heads × {config.num_layers} blocks{trunk}, hidden {config.hidden_size}",
+        "reading": kind,
         "unembedding": {"target": "the target's", "shared": "their own, shared", "per_head": "one each"}[
             config.unembedding
         ],

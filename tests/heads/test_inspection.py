@@ -42,7 +42,8 @@ def test_calibrated_heads_say_all_they_know(make_heads: Make, tmp_path: Path) ->
     for part in (
         "vllm-medusa/1, bfloat16",
         "lab/model",
-        "3 heads × 2 blocks, hidden 16, reading the hidden row and the root token",
+        "3 heads × 2 blocks, hidden 16",
+        "reading the hidden row and the root token",
         "20 of 50 tokens",
         "9 (cpu) by default",
         "accepted length, chat [1] chain 1.6, dynamic-8 1.9",
@@ -66,6 +67,11 @@ def test_heads_of_others_say_whose_they_are(tmp_path: Path) -> None:
     write_folder(tmp_path / "tgi", {}, blocks, "medusa_lm_head.safetensors")
     text = shown(tmp_path / "tgi")
     assert "TGI v2" in text and "vocabulary the target's" in text
+
+
+def test_a_trunk_is_told(make_heads: Make, tmp_path: Path) -> None:
+    heads = make_heads(root_conditioned=True, trunk_size=24, num_layers=0)
+    assert "3 heads × 0 blocks on a trunk of 24, hidden 16" in shown(save_heads(heads, tmp_path))
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
