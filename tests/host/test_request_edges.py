@@ -42,7 +42,7 @@ def compare(
 
 
 def same_logprobs(ours: Any, theirs: Any, close: float) -> None:
-    """Equal up to `close`; ranks too, but for ties."""
+    """Equal up to `close`; ranks too, but for ties, which far from the top are many."""
     assert (ours is None) == (theirs is None)
     for a, b in zip(ours or (), theirs or (), strict=True):
         assert (a is None) == (b is None)
@@ -51,7 +51,7 @@ def same_logprobs(ours: Any, theirs: Any, close: float) -> None:
             assert [a[t].logprob for t in a] == pytest.approx([b[t].logprob for t in a], abs=close)
             for t in a:
                 tied = sum(abs(a[t].logprob - other.logprob) < 2 * close for other in a.values()) - 1
-                assert abs(a[t].rank - b[t].rank) <= tied
+                assert abs(a[t].rank - b[t].rank) <= tied + b[t].rank // 20
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -109,4 +109,6 @@ def compare_logprobs(shape: dict[str, Any], ours: Any, theirs: Any) -> None:
         assert set(a) == set(b), shape
         for token in a:
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4, nan_ok=True), shape
-            assert (a[token].rank, a[token].decoded_token) == (b[token].rank, b[token].decoded_token), shape
+            assert a[token].decoded_token == b[token].decoded_token, shape
+            # Far from the top, tokens lie closer together than float32 rounds.
+            assert abs(a[token].rank - b[token].rank) <= b[token].rank // 20, shape
