@@ -221,3 +221,30 @@ def test_a_thinking_budget_is_kept(speaker_model, speaker_heads, drafting):
     for i in (1, 3, 5):
         assert end in list(truth[i].token_ids)[: 3 + i + 1], "the budget must end the thought"
     assert trees.runner.medusa_report()["mean_accepted_length"] > 1.3
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["0.32", "0.33"])
+def test_both_layouts_of_mask_rows(speaker_medusa, monkeypatch, fixed):
+    """As many rows as nodes, or always 1 + num_speculative_tokens; rows beyond the tree allow everything."""
+    from vllm_medusa.host import scheduler as ours
+    from vllm_medusa.host.grammar import prune
+
+    monkeypatch.setattr(ours, "grammar_rows_have_fixed_stride", lambda: fixed)
+    made, grammar = matcher(speaker_medusa, "xgrammar", "regex")
+    tokenizer = speaker_medusa.llm.get_tokenizer()
+    said = tokenizer("red and blue", add_special_tokens=False)["input_ids"]
+    tree = prune(grammar, "r", said[:3], [0, 1, 2])
+    core = speaker_medusa.llm.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(core.structured_output_manager, "backend", made)
+    monkeypatch.setattr(core, "_tree_mask", None)
+
+    class Request:
+        request_id = "r"
+
+        class structured_output_request:
+            pass
+
+    Request.structured_output_request.grammar = grammar
+    rows = core._tree_rows(Request, tree, 3)
+    assert rows.shape[0] == (33 if fixed else 4)
+    assert (rows[:4] != -1).any(axis=1).all() and (rows[4:] == -1).all()
