@@ -26,6 +26,7 @@ from vllm_medusa.proposer import DrawnTokens, TreeDraft
 from vllm_medusa.tree.rejection import draw_children
 from vllm_medusa.tree.topology import Tree
 
+pytestmark = pytest.mark.slow
 VOCAB, LENGTH, BATCH, ROUNDS = 8, 3, 5000, 20
 LOGITS = torch.from_numpy(np.random.default_rng(5).normal(0, 1.5, (VOCAB, VOCAB))).float()  # [last token, next token]
 HEADS = torch.from_numpy(np.random.default_rng(6).normal(0, 1.5, (4, VOCAB))).float()  # proposals by depth

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -118,6 +119,7 @@ def prepare(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
     loss = "mixed"
     unbroken, whole = run_to_the_end(prepare(tmp_path / "unbroken"), loss)
@@ -136,6 +138,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
     assert not list((root / "heads-rows").glob("run-*"))  # nothing is left of the run but its rows
 
 
+@pytest.mark.slow
 def test_a_run_killed_behind_its_last_step_does_not_train_again(tmp_path: Path) -> None:
     root = prepare(tmp_path)
     kill_at(root, "ce", "calibrating", 1)
