@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.tree.choices import PRESETS, load_choices, parse_choices
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import MAX_NODES, Tree
@@ -146,6 +147,13 @@ def typical_rank_accuracy(num_heads: int, top_k: int) -> list[list[float]]:
     return [
         [round(first[min(rank, len(first) - 1)] * 0.65**head, 6) for rank in range(top_k)] for head in range(num_heads)
     ]
+
+
+def rank_accuracy_of(heads: HeadsConfig) -> list[list[float]]:
+    """[K][R]: measured where the heads are calibrated, else typical."""
+    if heads.calibration is not None:
+        return heads.calibration.rank_accuracy
+    return typical_rank_accuracy(heads.num_heads, heads.top_k)
 
 
 def _fixed_tree(

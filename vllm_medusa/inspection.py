@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vllm_medusa.config import MedusaConfig, resolve, typical_rank_accuracy
+from vllm_medusa.config import MedusaConfig, rank_accuracy_of, resolve
 from vllm_medusa.defaults import bundled_heads
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.config import Calibration, HeadsConfig
@@ -43,7 +43,7 @@ def show_heads(
     else:
         console.print("How accurate they are is not known: these heads are not calibrated (vllm-medusa calibrate).")
     console.print()
-    likely = reach(chosen, rank_accuracy(config))
+    likely = chosen.reach(rank_accuracy_of(config))
     measured = "measured" if calibration is not None else "typical (these heads are not calibrated)"
     console.print(f"Tree {tree!r}, {chosen.num_nodes} nodes; 2.1 is head 2's candidate 1, with {measured} accuracy:")
     console.print(draw(chosen, labels(chosen), reach=likely))
@@ -64,18 +64,11 @@ def chosen_tree(config: HeadsConfig, tree: str, num_nodes: int | None) -> Tree:
         "heads",
         num_heads=config.num_heads,
         top_k=config.top_k,
-        rank_accuracy=rank_accuracy(config),
+        rank_accuracy=rank_accuracy_of(config),
         default_nodes=DEFAULT_NODES,
     )
     assert settings.fixed_tree is not None  # only "dynamic" has none
     return settings.fixed_tree
-
-
-def rank_accuracy(config: HeadsConfig) -> list[list[float]]:
-    """[K][R]: measured where the heads are calibrated, else typical."""
-    if config.calibration is not None:
-        return config.calibration.rank_accuracy
-    return typical_rank_accuracy(config.num_heads, config.top_k)
 
 
 def labels(tree: Tree) -> list[str]:
@@ -86,19 +79,6 @@ def labels(tree: Tree) -> list[str]:
     """
     ranks = tree.ranks or ()
     return ["root", *(f"{tree.depths[row]}.{ranks[row - 1] + 1}" for row in range(1, tree.num_rows))]
-
-
-def reach(tree: Tree, accuracy: list[list[float]]) -> list[float]:
-    """How likely each node is to be accepted: the product of its path's accuracies.
-
-    >>> reach(Tree((0, 1, 0)), [[0.5, 0.2], [0.4, 0.1]])
-    [0.5, 0.2, 0.2]
-    """
-    ranks = tree.ranks or ()
-    found = [1.0]
-    for row in range(1, tree.num_rows):
-        found.append(found[tree.parents[row - 1]] * accuracy[tree.depths[row] - 1][ranks[row - 1]])
-    return found[1:]
 
 
 def _facts(folder: Path, opened: OpenedHeads) -> Table:

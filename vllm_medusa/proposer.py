@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from vllm_medusa.config import SETTINGS_KEY, Settings, typical_rank_accuracy
+from vllm_medusa.config import SETTINGS_KEY, Settings, rank_accuracy_of
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
-from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import Candidates, MedusaHeads
 from vllm_medusa.tree.growth import grow_dynamic, grow_static
 from vllm_medusa.tree.rejection import draw_children
@@ -197,13 +196,6 @@ def _widen(draft: TreeDraft, width: int) -> TreeDraft:
         reach=wider(draft.reach, 0.0),
         sizes=draft.sizes.copy(),
     )
-
-
-def rank_accuracy_of(config: HeadsConfig) -> list[list[float]]:
-    """[K][R], measured or typical."""
-    if config.calibration is not None and config.calibration.rank_accuracy:
-        return config.calibration.rank_accuracy
-    return typical_rank_accuracy(config.num_heads, config.top_k)
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:

@@ -37,6 +37,17 @@ def naive_logits(heads: MedusaHeads, hidden: torch.Tensor, root: int, head: int,
     return heads.config.logit_scale * (matrix @ row)
 
 
+def assert_written_out(heads: MedusaHeads, target: Target) -> None:
+    """Three bound heads say what `naive_logits` says."""
+    hidden, roots = torch.randn(5, heads.config.hidden_size), torch.tensor([0, 3, 49, 3, 7])
+    logits = heads(hidden, roots)
+    for row in range(5):
+        for head in range(3):
+            wanted = naive_logits(heads, hidden[row], int(roots[row]), head, target)
+            # float32 sums of 16 to 40 products against float64 ones
+            torch.testing.assert_close(logits[row, head].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("unembedding", ["target", "shared", "per_head"])
 @pytest.mark.parametrize("root_conditioned", [False, True])
 @pytest.mark.parametrize("shape", [(1, True, None), (2, True, 20), (3, False, 20), (1, False, None)])
@@ -57,13 +68,7 @@ def test_stacked_heads_equal_heads_written_out(
         logit_scale=0.7,
     )
     heads.bind(*target)
-    hidden, roots = torch.randn(5, heads.config.hidden_size), torch.tensor([0, 3, 49, 3, 7])
-    logits = heads(hidden, roots)
-    for row in range(5):
-        for head in range(3):
-            wanted = naive_logits(heads, hidden[row], int(roots[row]), head, target)
-            # float32 sums of 16 to 32 products against float64 ones
-            torch.testing.assert_close(logits[row, head].double(), wanted, rtol=1e-4, atol=1e-4)
+    assert_written_out(heads, target)
 
 
 @pytest.mark.parametrize("num_layers", [0, 2])
@@ -72,13 +77,7 @@ def test_heads_on_a_trunk_equal_heads_written_out(
 ) -> None:
     heads = make_heads(num_layers=num_layers, root_conditioned=True, trunk_size=40, draft_vocab_size=20)
     heads.bind(*target)
-    hidden, roots = torch.randn(5, heads.config.hidden_size), torch.tensor([0, 3, 49, 3, 7])
-    logits = heads(hidden, roots)
-    for row in range(5):
-        for head in range(3):
-            wanted = naive_logits(heads, hidden[row], int(roots[row]), head, target)
-            # float32 sums of 16 to 40 products against float64 ones
-            torch.testing.assert_close(logits[row, head].double(), wanted, rtol=1e-4, atol=1e-4)
+    assert_written_out(heads, target)
 
 
 @pytest.mark.parametrize(

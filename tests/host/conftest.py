@@ -19,54 +19,37 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose greedy answers wander instead of repeating one token."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    _save_llama(folder, seed=7, vocab_size=VOCAB, eos_token_id=VOCAB - 1, bos_token_id=1, **sizes)
+    return folder
+
+
+def _save_llama(folder: Path, seed: int, **sizes: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_LEN,
         initializer_range=0.35,
-        eos_token_id=VOCAB - 1,
-        bos_token_id=1,
         tie_word_embeddings=False,
         dtype="float32",
+        **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
 def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama that has a tokenizer, with two thinking tokens: texts, stop strings, grammars, cheaply."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny-speaker")
     tokenizer = _small_tokenizer()
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(17)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_LEN,
-        initializer_range=0.35,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    _save_llama(folder, seed=17, vocab_size=len(tokenizer), **ends, **sizes)
     return folder
 
 

@@ -42,9 +42,14 @@ class GrammarTree:
     parents: Ints
     kept: Ints
 
+    @classmethod
+    def whole(cls, tokens: Sequence[int], parents: Sequence[int]) -> GrammarTree:
+        """A draft of which every node is kept."""
+        return cls(list(tokens), np.asarray(parents, dtype=np.int64), np.arange(len(tokens)))
+
     def children(self, row: int) -> Iterator[int]:
         """Rows of the node's children, in order."""
-        return ((self.parents == row).nonzero()[0] + 1).__iter__()
+        return iter((self.parents == row).nonzero()[0] + 1)
 
     def is_drafted_in(self, scheduled: Sequence[int]) -> bool:
         """Whether these scheduled tokens are this tree or a prefix of it."""
@@ -60,14 +65,14 @@ def prune(grammar: Any, request: str, tokens: Sequence[int], parents: Sequence[i
         tokens: N drafted tokens.
         parents: N rows of parents, parents first.
     """
-    whole = GrammarTree(list(tokens), np.asarray(parents, dtype=np.int64), np.arange(len(tokens)))
+    whole = GrammarTree.whole(tokens, parents)
     kept = np.sort(np.array([row - 1 for row in _allowed_rows(grammar, request, whole) if row], dtype=np.int64))
     return _keep(whole, kept)
 
 
 def likeliest_chain(tokens: Sequence[int], parents: Sequence[int]) -> GrammarTree:
     """The path of first children: what is left where the host itself must read drafts as one sequence."""
-    whole = GrammarTree(list(tokens), np.asarray(parents, dtype=np.int64), np.arange(len(tokens)))
+    whole = GrammarTree.whole(tokens, parents)
     kept, row = [], 0
     while (child := next(whole.children(row), None)) is not None:
         kept.append(child - 1)

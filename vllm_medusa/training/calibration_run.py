@@ -24,7 +24,6 @@ from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.inspection import reach
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import measure, reliability
 from vllm_medusa.training.calibration_report import CalibrationReport
@@ -135,7 +134,7 @@ def _report(
         raise MedusaError.of("heads", str(folder), fix)
     largest = grow_static(accuracy, MAX_NODES)
     nodes = min(calibration.num_speculative_tokens[_platform()], largest.num_nodes)
-    promised = (1.0 + np.cumsum(reach(largest, accuracy))).tolist()
+    promised = (1.0 + np.cumsum(largest.reach(accuracy))).tolist()
     return CalibrationReport(
         heads=folder,
         model=model,
