@@ -1,0 +1,100 @@
+"""The `train` command: heads for a model."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from vllm_medusa.commands.options import ModelOption, VerboseOption, readable_errors
+from vllm_medusa.defaults import default_model
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the heads, written at the end.")],
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl file with `prompt` or `turns` per line.")] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl file with `text` per line in place of prompts: documents to go on from."),
+    ] = None,
+    self_prompts: Annotated[
+        int, typer.Option(min=0, help="Prompts that the model invents itself, beside --prompts or without it.")
+    ] = 0,
+    model: ModelOption = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Where recorded rows are kept, so that a killed run goes on. Default: beside OUT."),
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="The target's public name, for the card.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 640_000,
+    held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
+    num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
+    num_layers: Annotated[
+        int | None, typer.Option(min=0, max=16, help="Residual blocks per head. Default: none behind a trunk, else 2.")
+    ] = None,
+    trunk_size: Annotated[
+        int, typer.Option(min=0, help="Width of the layer that root-conditioned heads share; 0: none.")
+    ] = 1152,
+    root_conditioned: Annotated[
+        bool,
+        typer.Option(
+            "--root-conditioned/--plain", help="Heads also read the root token; plain ones serve elsewhere too."
+        ),
+    ] = True,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
+    ] = 8192,
+    evaluate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A .jsonl file whose first 40 prompts are replayed at the end, never learnt from; repeatable."
+        ),
+    ] = None,
+    notes: Annotated[Path | None, typer.Option(help="Markdown for the end of the model card.")] = None,
+    temperatures: Annotated[
+        str, typer.Option(help="One pass over the prompts each, until there are tokens enough; 0: greedy.")
+    ] = "0",
+    loss: Annotated[
+        Literal["ce", "kl", "mixed"],
+        typer.Option(help="Learn the token that came, the target's own distribution there, or half each."),
+    ] = "mixed",
+    epochs: Annotated[int, typer.Option(min=1)] = 3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
+    seed: Annotated[int, typer.Option()] = 0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Make heads for a model: it answers the prompts, heads learn from its hidden rows and are calibrated.
+
+    A killed run goes on where it stopped when the same command is given again.
+    """
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_medusa.training.data import AnswerOptions
+    from vllm_medusa.training.loop import LoopOptions
+    from vllm_medusa.training.options import TrainOptions, parse_temperatures
+    from vllm_medusa.training.run import train as run_training
+
+    with readable_errors():
+        options = TrainOptions(
+            model=model or default_model(),
+            prompts=prompts,
+            texts=texts,
+            self_prompts=self_prompts,
+            evaluate=tuple(evaluate or ()),
+            notes=notes,
+            out=out,
+            work=work,
+            base_model=base_model,
+            held_out=held_out,
+            max_tokens=max_tokens,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            trunk_size=trunk_size or None,
+            root_conditioned=root_conditioned,
+            draft_vocab_size=draft_vocab_size or None,
+            answers=AnswerOptions(temperatures=parse_temperatures(temperatures), seed=seed),
+            loop=LoopOptions(epochs, batch_size, learning_rate, loss=loss, seed=seed),
+        )
+        run_training(options, Console())
