@@ -1,5 +1,6 @@
 """The store of hidden rows: order, shards, targets at answers' ends, and what a killed writer leaves behind."""
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HIDDEN, INDEX, HiddenRows, RowWriter
+from vllm_medusa.training.lessons import Lessons
+from vllm_medusa.training.loop import draft_targets
 
 
 def test_interleaved_steps_come_back_answer_by_answer(record: Callable[..., HiddenRows]) -> None:
@@ -82,6 +87,26 @@ def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
         HiddenRows.open([tmp_path])
     with pytest.raises(MedusaError, match="generate answers first"):
         HiddenRows.open([])
+
+
+def test_a_row_takes_few_bytes_of_memory(tmp_path: Path) -> None:
+    """Hidden rows stay on disk: what grows with the answers are tokens, targets and where each row lies."""
+    count, hidden_size = 60_000, 16
+    for shard in range(3):
+        writer = RowWriter(tmp_path / str(shard), hidden_size)
+        sequences, positions = np.divmod(np.arange(count // 3), 100)
+        writer.append(sequences.tolist(), positions.tolist(), [1] * len(sequences), torch.zeros(20_000, hidden_size))
+        writer.close()
+    heads = MedusaHeads(HeadsConfig(num_heads=4, num_layers=0, hidden_size=hidden_size, vocab_size=50))
+    tracemalloc.start()
+    rows = HiddenRows.open([tmp_path / str(shard) for shard in range(3)])
+    lessons = Lessons(draft_targets(rows, heads))
+    order = np.random.default_rng(0).permutation(lessons.useful())
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rows) == count and len(order) == count * 99 // 100
+    assert kept / count < 42  # 18 for the rows, 16 for four heads' targets, 4 for the order
+    assert peak / count < 64
 
 
 def test_released_pages_are_read_again(record: Callable[..., HiddenRows]) -> None:

@@ -3,12 +3,17 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.loop import LoopOptions, Progress, train_heads
 from vllm_medusa.training.snapshot import Snapshots, run_name
 
 # The whole of `train` on a toy target. Answers come from a stand-in for vLLM; each event is printed as it happens.
@@ -144,6 +149,38 @@ def test_a_run_killed_behind_its_last_step_does_not_train_again(tmp_path: Path) 
     kill_at(root, "ce", "calibrating", 1)
     _, last = run_to_the_end(root, "ce")
     assert not any(line.startswith("step") for line in last)
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "per_head"])
+def test_an_unembedding_of_the_heads_own_goes_on_where_it_stood(
+    walks: Callable[[int, int], HiddenRows], target: torch.Tensor, tmp_path: Path, unembedding: str
+) -> None:
+    rows, options = walks(20, 1), LoopOptions(epochs=2, batch_size=32, loss="ce")
+
+    def new() -> MedusaHeads:
+        config = {"num_heads": 2, "num_layers": 1, "hidden_size": 16, "vocab_size": 24, "top_k": 5}
+        heads = MedusaHeads(HeadsConfig(unembedding=unembedding, **config))  # type: ignore[arg-type]
+        assert heads.unembedding is not None
+        heads.unembedding.data.copy_(target)
+        heads.bind(target, target)
+        return heads
+
+    def kill(now: Progress) -> None:
+        if now.step == 9:
+            raise InterruptedError
+
+    unbroken, killed, resumed = new(), new(), new()
+    train_heads(unbroken, rows, options)
+    snapshots = Snapshots(tmp_path / "run.pt", seconds=0.0)
+    with pytest.raises(InterruptedError):
+        train_heads(killed, rows, options, kill, snapshots=snapshots)
+    seen: list[int] = []
+    train_heads(resumed, rows, options, lambda now: seen.append(now.step), snapshots=snapshots)
+    assert seen[0] == 10
+    for name, tensor in unbroken.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    moved = unbroken.unembedding
+    assert moved is not None and not torch.equal(moved[0], target) and not moved.requires_grad
 
 
 def test_a_snapshot_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads, read_config
-from vllm_medusa.training import recorded
+from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training import recorded, run
 from vllm_medusa.training.data import AnswerOptions
 from vllm_medusa.training.hidden import RowWriter
 from vllm_medusa.training.loop import LoopOptions
@@ -66,7 +68,7 @@ def test_train_writes_heads_that_serve_and_say_how_good_they_are(options: TrainO
     assert config.training is not None
     assert config.training["training_tokens"] == 80 * 12 and config.training["held_out_prompts"] == 20
     assert 0.5 < config.training["draft_vocab_coverage"] <= 1.0
-    card = (folder / "README.md").read_text()
+    card = _card(folder)
     assert "toy" in card and f"{config.calibration.rank_accuracy[0][0]:.3f}" in card
     heads = load_heads(folder)
     heads.bind(target.bfloat16(), target.bfloat16())
@@ -86,7 +88,7 @@ def test_prompts_to_evaluate_on_are_replayed_and_never_learnt_from(options: Trai
     assert training is not None
     assert training["training_prompts"] == 70  # ten of the twenty are prompts 90 to 99 of the training file
     assert set(training["accepted_length"]) == {"held-out prompts", "test_set"}
-    card = (folder / "README.md").read_text()
+    card = _card(folder)
     assert "| test_set |" in card and card.rstrip().endswith("## What was tried")
 
 
@@ -97,6 +99,47 @@ def test_plain_heads_are_trained_on_the_same_rows(options: TrainOptions) -> None
     )
     config = read_config(folder)
     assert (config.root_conditioned, config.trunk_size, config.num_layers) == (False, None, 2)
+
+
+@pytest.mark.parametrize("unembedding", ["shared", "per_head"])
+def test_an_unembedding_of_their_own_is_learnt_saved_and_served(
+    options: TrainOptions, target: torch.Tensor, monkeypatch: pytest.MonkeyPatch, unembedding: Any
+) -> None:
+    taught: list[MedusaHeads] = []
+    real = run.finish
+
+    def finish(heads: MedusaHeads, *rest: Any) -> HeadsConfig:
+        taught.append(heads)
+        return real(heads, *rest)
+
+    monkeypatch.setattr(run, "finish", finish)
+    folder = train(replace(options, unembedding=unembedding))
+    (heads,), loaded = taught, load_heads(folder)
+    assert loaded.config.unembedding == unembedding and loaded.config == heads.config
+    assert loaded.unembedding is not None and loaded.token_map is not None
+    assert loaded.unembedding.shape == (1 if unembedding == "shared" else 2, 20, HIDDEN)
+    assert not torch.equal(loaded.unembedding[0], target[loaded.token_map].bfloat16())
+    # What was calibrated is what is served: on another target's unembedding too, for theirs is not asked.
+    start = torch.arange(VOCAB)
+    loaded.bind(torch.zeros_like(target).bfloat16(), target.bfloat16())
+    heads.bind(target.bfloat16(), target.bfloat16())  # with the temperatures found meanwhile
+    wanted = heads.candidates(target.bfloat16(), start, 5)
+    for one, other in zip(loaded.candidates(target.bfloat16(), start, 5), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert (wanted.tokens[:, 0, 0] == (start + 3) % VOCAB).float().mean() > 0.6
+    assert f"one unembedding for {'all heads' if unembedding == 'shared' else 'each head'}" in _card(folder)
+    # The target's distributions are its own, whatever the heads multiply with: asked once for every kind.
+    asked = sorted((options.rows_folder).glob("teacher-*"))
+    content = [file.read_bytes() for file in asked]
+    for file in asked:
+        file.unlink()
+    train(replace(options, out=options.out.with_name("sharing"), work=options.rows_folder))
+    assert sorted((options.rows_folder).glob("teacher-*")) == asked
+    assert [file.read_bytes() for file in asked] == content
+
+
+def _card(folder: Path) -> str:
+    return (folder / "README.md").read_text()
 
 
 def test_training_twice_gives_the_same_heads(options: TrainOptions) -> None:

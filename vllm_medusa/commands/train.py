@@ -27,7 +27,7 @@ def train(
         typer.Option(help="Where recorded rows are kept, so that a killed run goes on. Default: beside OUT."),
     ] = None,
     base_model: Annotated[str | None, typer.Option(help="The target's public name, for the card.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to learn from.")] = 640_000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most answer tokens to learn from.")] = 2_000_000,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
     num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
     num_layers: Annotated[
@@ -42,6 +42,12 @@ def train(
             "--root-conditioned/--plain", help="Heads also read the root token; plain ones serve elsewhere too."
         ),
     ] = True,
+    unembedding: Annotated[
+        Literal["target", "shared", "per_head"],
+        typer.Option(
+            help="Share the target's, frozen, or learn one for all heads or one for each, from the target's on."
+        ),
+    ] = "target",
     draft_vocab_size: Annotated[
         int, typer.Option(min=0, help="Tokens the heads can guess, the target's most frequent ones; 0: all.")
     ] = 8192,
@@ -59,7 +65,7 @@ def train(
         Literal["ce", "kl", "mixed"],
         typer.Option(help="Learn the token that came, the target's own distribution there, or half each."),
     ] = "mixed",
-    epochs: Annotated[int, typer.Option(min=1)] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the answers.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option()] = 0,
@@ -93,6 +99,7 @@ def train(
             num_layers=num_layers,
             trunk_size=trunk_size or None,
             root_conditioned=root_conditioned,
+            unembedding=unembedding,
             draft_vocab_size=draft_vocab_size or None,
             answers=AnswerOptions(temperatures=parse_temperatures(temperatures), seed=seed),
             loop=LoopOptions(epochs, batch_size, learning_rate, loss=loss, seed=seed),

@@ -87,7 +87,7 @@ class MedusaHeads(nn.Module):
         self.unembedding = nn.Parameter(own, requires_grad=False) if copies else None
         reduced = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("token_map", reduced)
-        # The target's own weights: not parameters, not saved, not moved by .to().
+        # The target's own weights, where the heads need them: not parameters, not saved, not moved by .to().
         self._bound_unembedding: Tensor | None = None
         self._bound_embedding: Tensor | None = None
         self._scale: Tensor | None = None
@@ -117,9 +117,7 @@ class MedusaHeads(nn.Module):
             self._cut_to(vocab)
             config = self.config
         unembedding = unembedding[: config.vocab_size]
-        if self.unembedding is not None:
-            self._bound_unembedding = self.unembedding.data
-        else:
+        if self.unembedding is None:
             rows = unembedding if self.token_map is None else unembedding[self.token_map.to(unembedding.device)]
             self._bound_unembedding = rows.contiguous()[None]
         # Not cut: a root may be a token that was added to the target after the heads' training.
@@ -150,8 +148,11 @@ class MedusaHeads(nn.Module):
         Raises:
             MedusaError: `bind` has not been called.
         """
-        if self._bound_unembedding is None:
+        if self._scale is None:
             raise MedusaError("medusa: heads are not bound to a target; call bind(unembedding, embedding) first")
+        if self.unembedding is not None:
+            return self.unembedding.data
+        assert self._bound_unembedding is not None
         return self._bound_unembedding
 
     def embedding_rms(self) -> float:

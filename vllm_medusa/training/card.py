@@ -5,6 +5,11 @@ from typing import Any
 from vllm_medusa.heads.config import HeadsConfig
 
 _RANKS = (1, 2, 3, 5, 10)
+_UNEMBEDDING = {
+    "target": "share the target's own unembedding",
+    "shared": "bring one unembedding for all heads, learnt from the target's",
+    "per_head": "bring one unembedding for each head, learnt from the target's",
+}
 
 
 def model_card(config: HeadsConfig, notes: str = "") -> str:
@@ -21,7 +26,7 @@ def model_card(config: HeadsConfig, notes: str = "") -> str:
         f"# Medusa heads for {config.base_model}",
         f"{_kind(config)}, for use with vllm-medusa: "
         f'`--speculative-config \'{{"method": "medusa", "model": "…"}}\'`. They guess {size} tokens '
-        "and share the target's own unembedding. The output of the target does not change, only its speed.",
+        f"and {_UNEMBEDDING[config.unembedding]}. The output of the target does not change, only its speed.",
         "## How they were made",
         _training(facts),
         "## How good they are",

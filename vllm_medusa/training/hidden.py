@@ -31,6 +31,8 @@ from vllm_medusa.errors import MedusaError
 
 HIDDEN, INDEX, HEADER = "hidden.bin", "index.bin", "store.json"
 
+Rows = npt.NDArray[np.integer]
+
 
 class RowWriter:
     """Appends to a store; every `append` is on disk when it returns, so a killed writer loses at most one step."""
@@ -63,7 +65,8 @@ class RowWriter:
 class HiddenRows:
     """n rows in sequence order: row i produced tokens[i], the root when the heads run on row i.
 
-    `sequences` int32 [n] never decreases; rows of one sequence are consecutive, by position.
+    `sequences` int32 [n] never decreases; rows of one sequence are consecutive, by position. 18 bytes of memory a row:
+    hidden rows stay on disk.
     """
 
     sequences: npt.NDArray[np.int32]
@@ -72,7 +75,7 @@ class HiddenRows:
     hidden_size: int
     _stores: tuple[npt.NDArray[np.int16], ...]  # memory-mapped bfloat16 bits, each [n_s, H]
     _store_of: npt.NDArray[np.int16]  # [n]
-    _row_of: npt.NDArray[np.int64]  # [n] row inside its store
+    _row_of: npt.NDArray[np.int32]  # [n] row inside its store
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -83,25 +86,17 @@ class HiddenRows:
         stores, parts, first, hidden_size = [], [], 0, 0
         for number, folder in enumerate(folders):
             rows, index, hidden_size = _map_store(folder)
-            order = np.lexsort((index[:, 1], index[:, 0]))
-            chosen = index[order]
-            parts.append((chosen[:, 0] + first, chosen[:, 1], chosen[:, 2], np.full(len(order), number), order))
-            first += int(index[:, 0].max(initial=-1)) + 1
+            order = np.lexsort((index[:, 1], index[:, 0])).astype(np.int32)
+            sequence, position, token = (np.ascontiguousarray(column) for column in index[order].T)
+            parts.append((sequence + np.int32(first), position, token, np.full(len(order), number, np.int16), order))
+            first += int(sequence.max(initial=-1)) + 1
             stores.append(rows)
         if not parts:
             raise MedusaError.of("rows", list(folders), "there is nothing recorded to read; generate answers first")
         sequences, positions, tokens, store_of, row_of = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return cls(
-            sequences.astype(np.int32),
-            positions.astype(np.int32),
-            tokens.astype(np.int32),
-            hidden_size,
-            tuple(stores),
-            store_of.astype(np.int16),
-            row_of.astype(np.int64),
-        )
+        return cls(sequences, positions, tokens, hidden_size, tuple(stores), store_of, row_of)
 
-    def gather(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    def gather(self, rows: Rows) -> torch.Tensor:
         """Hidden rows bfloat16 [len(rows), H], read from the memory-mapped stores."""
         out = np.empty((len(rows), self.hidden_size), dtype=np.int16)
         store_of = self._store_of[rows]
@@ -115,13 +110,13 @@ class HiddenRows:
         for store in self._stores:
             release(store)
 
-    def targets(self, num_heads: int) -> npt.NDArray[np.int64]:
-        """Head k's target for every row, int64 [n, K]: the token k+1 places after the root; -1 past the answer's end.
+    def targets(self, num_heads: int) -> npt.NDArray[np.int32]:
+        """Head k's target for every row, int32 [n, K]: the token k+1 places after the root; -1 past the answer's end.
 
         For one answer 11, 12, 13 and K = 2: [[12, 13], [13, -1], [-1, -1]].
         """
         n = len(self)
-        out = np.full((n, num_heads), -1, dtype=np.int64)
+        out = np.full((n, num_heads), -1, dtype=np.int32)
         for k in range(num_heads):
             ahead = k + 1
             rows = max(n - ahead, 0)  # those with a row `ahead` further on at all

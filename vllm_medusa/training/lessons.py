@@ -8,10 +8,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_medusa.training.hidden import Rows
 from vllm_medusa.training.teacher import Teacher
 
 Loss = Literal["ce", "kl", "mixed"]
-Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Lessons:
     """Lessons for n rows and K heads.
 
     Attributes:
-        targets: int64 [n, K], see `loop.draft_targets`.
+        targets: int32 [n, K], see `loop.draft_targets`.
         loss: "ce" the token that came; "kl" the target's distribution at the row that produced it; "mixed" half each.
         teacher: the target's distributions at these rows; None only for "ce".
     """
 
-    targets: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int32]
     loss: Loss = "ce"
     teacher: Teacher | None = None
 
-    def useful(self) -> Rows:
+    def useful(self) -> npt.NDArray[np.int32]:
         """Rows from which at least one head learns something."""
-        return np.flatnonzero(self._known(self.targets).any(axis=1))
+        return np.flatnonzero(self._known(self.targets).any(axis=1)).astype(np.int32)
 
     def of(self, rows: Rows, head: int) -> Lesson:
         """What `head` (from 0) learns from `rows`, in a batch whose shape does not depend on how many teach it."""
@@ -63,6 +63,6 @@ class Lessons:
         weights = known.astype(np.float32) / max(int(known.sum()), 1)
         return Lesson(torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(shares), torch.from_numpy(weights))
 
-    def _known(self, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _known(self, targets: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Whether there is a lesson: a distribution exists wherever an answer goes on, a token only inside the map."""
         return targets >= 0 if self.teacher is None else targets != -1

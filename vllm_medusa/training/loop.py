@@ -19,19 +19,20 @@ from torch import Tensor
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.cross_entropy import linear_cross_entropy
-from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.hidden import HiddenRows, Rows
 from vllm_medusa.training.lessons import Lessons, Loss
 from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
 _RELEASE = 4  # steps after which mapped pages are given back
+_UNEMBEDDING_STEP = 0.1  # of the learning rate, for an unembedding of the heads' own
 
 
 @dataclass(frozen=True)
 class LoopOptions:
     """How the heads learn. `learning_rate` is the peak, after a linear warm-up, before a cosine down to zero."""
 
-    epochs: int = 3
+    epochs: int = 2
     batch_size: int = 256
     learning_rate: float = 1.5e-3
     warmup_share: float = 0.05
@@ -66,16 +67,20 @@ def choose_draft_vocab(tokens: npt.NDArray[np.int32], size: int, vocab_size: int
     return torch.from_numpy(np.sort(order[:size]).astype(np.int64))
 
 
-def draft_targets(rows: HiddenRows, heads: MedusaHeads) -> npt.NDArray[np.int64]:
-    """Targets of every row as indices into the draft vocabulary, int64 [n, K].
+def draft_targets(rows: HiddenRows, heads: MedusaHeads) -> npt.NDArray[np.int32]:
+    """Targets of every row as indices into the draft vocabulary, int32 [n, K].
 
     -1: past the answer's end; -2: a token outside the draft vocabulary, which the heads cannot guess.
     """
     targets = rows.targets(heads.config.num_heads)
-    place = np.full(heads.config.vocab_size, -2, dtype=np.int64)
+    size = max(heads.config.vocab_size, int(rows.tokens.max(initial=0)) + 1)  # targets may have learnt new tokens
+    place = np.full(size + 1, -2, dtype=np.int32)
     known = np.arange(heads.config.vocab_size) if heads.token_map is None else heads.token_map.cpu().numpy()
     place[known] = np.arange(len(known))
-    return np.where(targets >= 0, place[targets], -1)
+    place[-1] = -1  # what stands past an answer's end stays as it is
+    for head in range(targets.shape[1]):  # in place and one by one: there may be millions
+        targets[:, head] = place[targets[:, head]]
+    return targets
 
 
 def train_heads(
@@ -89,6 +94,8 @@ def train_heads(
 ) -> Progress:
     """Train bound float32 heads in place, with bfloat16 products, on all rows; the same seed gives the same heads.
 
+    An unembedding that the heads bring themselves is learnt with them; the target's stays as it is.
+
     Args:
         heads: bound to the target whose rows these are (a bfloat16 unembedding makes the products fast).
         rows: n rows; a row's token is the root that conditions the heads.
@@ -98,9 +105,6 @@ def train_heads(
         snapshots: where the run's state is kept, and gone on from if it is there: the result is that of an unbroken
             run, bit for bit. The caller names the file after everything that decides the result (`run_name`).
     """
-    if heads.config.unembedding != "target":
-        fix = "only heads that share the target's unembedding can be trained"
-        raise MedusaError.of("unembedding", heads.config.unembedding, fix)
     if options.loss != "ce" and teacher is None:
         raise ValueError(f"loss {options.loss!r} needs a teacher")
     lessons = Lessons(draft_targets(rows, heads), options.loss, None if options.loss == "ce" else teacher)
@@ -139,7 +143,7 @@ class _Run:
         factor = _warm_cosine(self.progress.steps, options.warmup_share)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def step(self, chosen: npt.NDArray[np.int64]) -> None:
+    def step(self, chosen: Rows) -> None:
         """Learn from the rows `chosen`."""
         began = time.monotonic()
         losses = self._losses(chosen)
@@ -158,19 +162,23 @@ class _Run:
             if self.lessons.teacher is not None:
                 self.lessons.teacher.release()
 
-    def _losses(self, chosen: npt.NDArray[np.int64]) -> list[Tensor]:
+    def _losses(self, chosen: Rows) -> list[Tensor]:
         """Mean loss of each head."""
-        weight = self.heads.unembedding_weight()[0]
-        device = weight.device
+        heads, own = self.heads, self.heads.unembedding
+        # [Vd, H] for all heads, or for each; float32 where it is learnt.
+        matrices = (heads.unembedding_weight() if own is None else own).unbind()
+        device = matrices[0].device
+        dtype = matrices[0].dtype if own is None else torch.bfloat16
         hidden = self.rows.gather(chosen).to(device)
         roots = torch.from_numpy(self.rows.tokens[chosen].astype(np.int64)).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            states = self.heads.states(hidden, roots)
+            states = heads.states(hidden, roots)
         losses = []
         for head in range(states.shape[1]):
             lesson = self.lessons.of(chosen, head)
             targets, shares, weights = lesson.targets.to(device), lesson.shares.to(device), lesson.weights.to(device)
-            losses.append(linear_cross_entropy(states[:, head], weight, targets, shares, weights))
+            matrix = matrices[head if len(matrices) > 1 else 0]
+            losses.append(linear_cross_entropy(states[:, head], matrix, targets, shares, weights, dtype))
         return losses
 
     def state(self) -> dict[str, Any]:
@@ -197,10 +205,11 @@ def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[
     """Weights decay, biases do not, and the root's weights step further where embeddings are smaller than rows.
 
     Adam moves every weight by about the learning rate, so a product's output moves with the size of its input; the
-    ratio of the two sizes lets both inputs of root-conditioned heads count alike from the start.
+    ratio of the two sizes lets both inputs of root-conditioned heads count alike from the start. An unembedding of the
+    heads' own is no beginning but the target's: it takes small steps and does not decay.
     """
     named = dict(heads.named_parameters())
-    root = named.pop("root", None)
+    root, unembedding = named.pop("root", None), named.pop("unembedding", None)
     groups = [
         {"params": [p for name, p in named.items() if "bias" not in name], "weight_decay": options.weight_decay},
         {"params": [p for name, p in named.items() if "bias" in name], "weight_decay": 0.0},
@@ -208,6 +217,9 @@ def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[
     if root is not None:
         rate = options.learning_rate * root_ratio(heads, rows)
         groups.append({"params": [root], "weight_decay": options.weight_decay, "lr": rate})
+    if unembedding is not None:
+        rate = options.learning_rate * _UNEMBEDDING_STEP
+        groups.append({"params": [unembedding], "weight_decay": 0.0, "lr": rate})
     return groups
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.training.data import AnswerOptions
@@ -28,6 +29,8 @@ class TrainOptions:
         max_tokens: answer tokens to learn from; fewer if the prompts end before, at every temperature.
         num_layers: residual blocks per head; None: none behind a trunk, else two.
         trunk_size: width of the layer that root-conditioned heads share; None: none.
+        unembedding: "target" shares the target's, frozen; "shared" learns one for all heads, "per_head" one for each,
+            both beginning as the target's.
         draft_vocab_size: tokens the heads can guess, the most frequent ones of the answers; None: all.
     """
 
@@ -44,11 +47,12 @@ class TrainOptions:
     work: Path | None = None
     base_model: str | None = None
     held_out: int = 128
-    max_tokens: int = 640_000
+    max_tokens: int = 2_000_000
     num_heads: int = 4
     num_layers: int | None = None
     root_conditioned: bool = True
     trunk_size: int | None = 1152
+    unembedding: Literal["target", "shared", "per_head"] = "target"
     draft_vocab_size: int | None = 8192
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     loop: LoopOptions = field(default_factory=LoopOptions)

@@ -44,7 +44,7 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
     unembedding, embedding = read_target(options.model)
     recorded = record(options, console)
     heads = new_heads(options, recorded.rows, unembedding, embedding)
-    facts, snapshots = learn(heads, recorded.rows, options, console)
+    facts, snapshots = learn(heads, recorded.rows, unembedding, options, console)
     facts = {**recorded.facts, **facts}
     if heads.token_map is not None:
         known = np.isin(recorded.held.tokens, heads.token_map.cpu().numpy())
@@ -59,9 +59,16 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
 
 
 def learn(
-    heads: MedusaHeads, rows: HiddenRows, options: TrainOptions, console: Console
+    heads: MedusaHeads, rows: HiddenRows, unembedding: torch.Tensor, options: TrainOptions, console: Console
 ) -> tuple[dict[str, Any], Snapshots]:
     """Train new heads on recorded rows, or go on where a killed run stopped.
+
+    Args:
+        heads: as `new_heads` makes them.
+        rows: what they learn from.
+        unembedding: [V, H], the target's own, which is asked for its distributions.
+        options: see TrainOptions.
+        console: where bars are shown.
 
     Returns:
         Facts for the card, and the run's snapshots, to be removed when the heads are safe.
@@ -74,7 +81,8 @@ def learn(
     if options.loop.loss != "ce":
         with bar(console, "asking the target") as (bars, task):
             teacher = make_teacher(
-                heads,
+                unembedding.to(_device(), torch.bfloat16),
+                heads.token_map,
                 rows,
                 options.rows_folder,
                 lambda done, total: bars.update(task, completed=done, total=total),
@@ -104,7 +112,10 @@ def learn(
 def new_heads(
     options: TrainOptions, rows: HiddenRows, unembedding: torch.Tensor, embedding: torch.Tensor
 ) -> MedusaHeads:
-    """Untrained float32 heads in the shape asked for, bound to the target, draft vocabulary chosen from `rows`."""
+    """Untrained float32 heads in the shape asked for, bound to the target, draft vocabulary chosen from `rows`.
+
+    An unembedding of their own begins as the target's.
+    """
     vocab_size, hidden_size = unembedding.shape
     config = HeadsConfig(
         num_heads=options.num_heads,
@@ -113,16 +124,23 @@ def new_heads(
         vocab_size=vocab_size,
         root_conditioned=options.root_conditioned,
         trunk_size=options.trunk,
+        unembedding=options.unembedding,
         draft_vocab_size=options.draft_vocab_size,
         base_model=options.base_model or Path(options.model).name,
     )
     heads = MedusaHeads(config)
     if heads.token_map is not None:
         heads.token_map.copy_(choose_draft_vocab(rows.tokens, config.num_outputs, vocab_size))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if heads.unembedding is not None:
+        heads.unembedding.data.copy_(unembedding if heads.token_map is None else unembedding[heads.token_map])
+    device = _device()
     heads.to(device).bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
     start_trunk(heads, rows, options.loop.seed)
     return heads
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def finish(

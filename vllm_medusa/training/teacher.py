@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HiddenRows, release
 
 TOP = 16
@@ -42,22 +42,31 @@ class Teacher:
 
 
 def make_teacher(
-    heads: MedusaHeads,
+    unembedding: Tensor,
+    token_map: Tensor | None,
     rows: HiddenRows,
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, rows: None,
 ) -> Teacher:
-    """Ask the target bound to `heads` for its distribution at every row, or find in `folder` what was asked before.
+    """Ask the target for its distribution at every row, or find in `folder` what was asked before.
 
     Two files named after the rows and the draft vocabulary; each is complete or absent, a killed run starts again.
+
+    Args:
+        unembedding: [V, H], the target's own.
+        token_map: int64 [Vd], the draft vocabulary; None: all V.
+        rows: n rows of this target.
+        folder: where the two files lie.
+        on_progress: told the rows done and all rows.
     """
-    top = min(TOP, heads.config.num_outputs)
+    matrix = unembedding if token_map is None else unembedding[token_map.to(unembedding.device)]
+    top = min(TOP, len(matrix))
     folder.mkdir(parents=True, exist_ok=True)
-    named = folder / f"teacher-{_fingerprint(heads, rows, top)}"
+    named = folder / f"teacher-{_fingerprint(len(matrix), token_map, rows, top)}"
     files = [named.with_suffix(suffix) for suffix in (".tokens", ".shares")]
     if not all(file.exists() for file in files):
         partial = [file.with_name(file.name + ".partial") for file in files]
-        _write(heads, rows, top, partial, on_progress)
+        _write(matrix, rows, top, partial, on_progress)
         for source, file in zip(partial, files, strict=True):
             os.replace(source, file)
     shape = (len(rows), top)
@@ -69,13 +78,12 @@ def make_teacher(
 
 @torch.inference_mode()
 def _write(
-    heads: MedusaHeads, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
+    matrix: Tensor, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
 ) -> None:
-    weight = heads.unembedding_weight()[0]
     with files[0].open("wb") as tokens, files[1].open("wb") as shares:
         for first in range(0, len(rows), _BATCH):
             where = np.arange(first, min(first + _BATCH, len(rows)))
-            logits = (rows.gather(where).to(weight.device, weight.dtype) @ weight.T).float()
+            logits = (rows.gather(where).to(matrix.device, matrix.dtype) @ matrix.T).float()
             best = logits.topk(top, dim=-1)
             probabilities = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
             tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
@@ -85,9 +93,9 @@ def _write(
                 rows.release()
 
 
-def _fingerprint(heads: MedusaHeads, rows: HiddenRows, top: int) -> str:
-    digest = hashlib.sha256(f"{top} {len(rows)} {heads.config.num_outputs}".encode())
-    digest.update(np.ascontiguousarray(rows.tokens).tobytes())
-    if heads.token_map is not None:
-        digest.update(heads.token_map.cpu().numpy().tobytes())
+def _fingerprint(size: int, token_map: Tensor | None, rows: HiddenRows, top: int) -> str:
+    digest = hashlib.sha256(f"{top} {len(rows)} {size}".encode())
+    digest.update(np.ascontiguousarray(rows.tokens).data)
+    if token_map is not None:
+        digest.update(token_map.cpu().numpy().data)
     return digest.hexdigest()[:16]
