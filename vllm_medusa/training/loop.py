@@ -24,7 +24,7 @@ from vllm_medusa.training.lessons import Lessons, Loss
 from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
-_RELEASE = 4  # steps after which mapped pages are given back
+_RELEASE = 1024  # rows after which mapped pages are given back: a read row brings up to 64 KB around it
 _UNEMBEDDING_STEP = 0.1  # of the learning rate, for an unembedding of the heads' own
 
 
@@ -157,7 +157,7 @@ class _Run:
         now.seconds += time.monotonic() - began
         means = [float(loss.detach()) for loss in losses]
         now.losses = [0.95 * old + 0.05 * new for old, new in zip(now.losses or means, means, strict=True)]
-        if now.step % _RELEASE == 0:
+        if now.step % max(_RELEASE // len(chosen), 1) == 0:
             self.rows.release()
             if self.lessons.teacher is not None:
                 self.lessons.teacher.release()

@@ -20,7 +20,7 @@ from vllm_medusa.training.hidden import HiddenRows, release
 
 TOP = 16
 _BATCH = 512
-_RELEASE = 50  # batches after which mapped pages of the store are given back
+_RELEASE = 16  # batches after which mapped pages of the store are given back
 
 
 @dataclass(frozen=True)
