@@ -53,6 +53,25 @@ def test_demo_passes_the_json_file_on(checkout: Path) -> None:
     assert "--json 'out.json'" in make(checkout, "-n", "demo", "JSON=out.json").stdout
 
 
+def test_bench_measures_vllms_own_medusa_with_heads_it_can_serve(checkout: Path) -> None:
+    shown = make(checkout, "-n", "bench").stdout
+    assert "--batch-sizes 1,2,4,8,16,32" in shown and "native" not in shown
+    shown = make(checkout, "-n", "bench", "NATIVE_HEADS=plain").stdout
+    assert "medusa-chain,native-chain,ngram" in shown and "--native-heads 'plain'" in shown
+
+
+def test_heads_are_made_by_one_command_that_says_how_long_it_takes(checkout: Path) -> None:
+    shown = make(checkout, "-n", "heads", "DATA=files", "ARGS=--seed 3").stdout.replace("\\\n", " ")
+    told, command = shown.index("About two hours"), shown.index("vllm-medusa train")
+    assert told < command
+    words = shown[command:].split()
+    for option, value in (("--prompts", "files/train_prompts.jsonl"), ("--self-prompts", "6000"), ("--seed", "3")):
+        assert words[words.index(option) + 1] == value
+    assert [word for word in words if word.startswith("files/")][1:] == [
+        f"files/{name}.jsonl" for name in ("mt_bench", "humaneval", "gsm8k")
+    ]
+
+
 def test_ci_runs_check_and_test(repository: Path) -> None:
     script = repository / ".ci" / "run"
     assert os.access(script, os.X_OK)
