@@ -26,7 +26,9 @@ def train(
         Path | None,
         typer.Option(help="Where recorded rows are kept, so that a killed run goes on. Default: beside OUT."),
     ] = None,
-    base_model: Annotated[str | None, typer.Option(help="The target's public name, for the card.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The target's public name, for the card. Default: MODEL.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most answer tokens to learn from.")] = 2_000_000,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
     num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,

@@ -15,7 +15,7 @@ from vllm_medusa.heads.checkpoint import check_heads, load_heads, save_heads, sa
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.opening import open_folder
-from vllm_medusa.heads.source import locate_heads
+from vllm_medusa.heads.source import locate_heads, locate_target
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.heads.vllm_format import check_sayable
 
@@ -97,7 +97,7 @@ def convert(source: str, folder: Path, to: str, model: str | None = None) -> Con
 
 def _fit(heads: MedusaHeads, model: str) -> Tensor:
     """The target's unembedding [V, H] in the heads' number format; V and the target's name go into their config."""
-    unembedding, _ = read_target(locate_heads(model))
+    unembedding, _ = read_target(locate_target(model))
     vocab_size, hidden_size = unembedding.shape
     check_heads(heads.config, hidden_size, vocab_size)
     known = {"vocab_size": heads.config.vocab_size or vocab_size}

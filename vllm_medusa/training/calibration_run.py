@@ -22,7 +22,7 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, load_heads, save_calibration
 from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.heads.source import locate_heads
+from vllm_medusa.heads.source import locate_heads, locate_target
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import measure, reliability
@@ -70,7 +70,7 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
         MedusaError: heads that do not fit the model, prompts that cannot serve, a folder that cannot be written.
     """
     console = console or Console(quiet=True)
-    folder, model = locate_heads(options.heads), str(locate_heads(options.model))
+    folder, model = locate_heads(options.heads), str(locate_target(options.model))
     heads = _bound(folder, model)
     if not os.access(folder / "config.json", os.W_OK):
         raise MedusaError.of("heads", str(folder), "its config.json cannot be written; copy the folder first")

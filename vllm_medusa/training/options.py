@@ -14,7 +14,7 @@ class TrainOptions:
     """Everything `train` is asked for.
 
     Attributes:
-        model: folder of the target.
+        model: the target, a folder or hub id.
         prompts: JSON lines with `prompt` or `turns`, answered in the target's chat template.
         out: folder of the heads, written at the end.
         texts: in place of `prompts`, JSON lines with `text`: plain documents, whose first `text_tokens` tokens the
@@ -24,7 +24,7 @@ class TrainOptions:
             replayed when the heads are done.
         notes: Markdown for the end of the model card.
         work: where recorded rows are kept, so that a killed run goes on; None: beside `out`, as NAME-rows.
-        base_model: the target's public name, for the card; None: the folder's name.
+        base_model: the target's public name, for the card; None: its hub id, or the folder's name.
         held_out: the first prompts (or texts) are kept for calibration and answered greedily.
         max_tokens: answer tokens to learn from; fewer if the prompts end before, at every temperature.
         num_layers: residual blocks per head; None: none behind a trunk, else two.

@@ -1,6 +1,6 @@
 """From prompts to heads: the target answers, its hidden rows are kept, heads learn from them and are calibrated."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.source import is_hub_id, locate_target
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import calibrate
@@ -41,7 +42,10 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
         MedusaError: prompts, a model or a work folder that cannot serve.
     """
     console = console or Console(quiet=True)
-    unembedding, embedding = read_target(options.model)
+    folder = locate_target(options.model)
+    name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
+    options = replace(options, model=str(folder), base_model=name)
+    unembedding, embedding = read_target(folder)
     recorded = record(options, console)
     heads = new_heads(options, recorded.rows, unembedding, embedding)
     facts, snapshots = learn(heads, recorded.rows, unembedding, options, console)
@@ -126,7 +130,7 @@ def new_heads(
         trunk_size=options.trunk,
         unembedding=options.unembedding,
         draft_vocab_size=options.draft_vocab_size,
-        base_model=options.base_model or Path(options.model).name,
+        base_model=options.base_model,
     )
     heads = MedusaHeads(config)
     if heads.token_map is not None:
