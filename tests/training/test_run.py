@@ -184,6 +184,19 @@ def test_a_model_that_is_no_folder_is_named(options: TrainOptions) -> None:
         train(replace(options, model="nowhere"))
 
 
+def test_a_small_vocabulary_is_guessed_whole(options: TrainOptions) -> None:
+    folder = train(replace(options, draft_vocab_size=8192, loop=LoopOptions(epochs=1)))
+    config = read_config(folder)
+    assert (config.draft_vocab_size, config.num_outputs, config.top_k) == (None, VOCAB, 10)
+    assert "They guess 24 tokens" in _card(folder)
+
+
+def test_heads_that_cannot_be_are_named_before_the_target_answers(options: TrainOptions) -> None:
+    with pytest.raises(MedusaError, match="num_layers of at least 1 or a trunk_size"):
+        train(replace(options, num_layers=0, trunk_size=None))
+    assert not options.rows_folder.exists()
+
+
 def test_prompts_and_texts_together_are_refused(options: TrainOptions) -> None:
     for change in ({"prompts": None}, {"texts": options.prompts}):
         with pytest.raises(MedusaError, match="give prompts"):

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 
+from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
@@ -23,6 +25,8 @@ from vllm_medusa.training.recorded import record
 from vllm_medusa.training.replay import replay
 from vllm_medusa.training.snapshot import Snapshots, run_name
 from vllm_medusa.training.teacher import make_teacher
+
+TOP_K = 10  # candidates that each head offers to trees
 
 
 def train(options: TrainOptions, console: Console | None = None) -> Path:
@@ -46,8 +50,9 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
     name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
     options = replace(options, model=str(folder), base_model=name)
     unembedding, embedding = read_target(folder)
+    config = heads_config(options, *unembedding.shape)  # before an hour of answering
     recorded = record(options, console)
-    heads = new_heads(options, recorded.rows, unembedding, embedding)
+    heads = new_heads(config, recorded.rows, unembedding, embedding, options.loop.seed)
     facts, snapshots = learn(heads, recorded.rows, unembedding, options, console)
     facts = {**recorded.facts, **facts}
     if heads.token_map is not None:
@@ -113,33 +118,46 @@ def learn(
     }, snapshots
 
 
+def heads_config(options: TrainOptions, vocab_size: int, hidden_size: int) -> HeadsConfig:
+    """The shape asked for, on a target of these sizes; a draft vocabulary that is no smaller than its own is none.
+
+    Raises:
+        MedusaError: a shape that cannot be.
+    """
+    size = options.draft_vocab_size
+    reduced = size if size is not None and size < vocab_size else None
+    shape: dict[str, Any] = {
+        "num_heads": options.num_heads,
+        "num_layers": options.blocks,
+        "root_conditioned": options.root_conditioned,
+        "trunk_size": options.trunk,
+        "unembedding": options.unembedding,
+        "draft_vocab_size": reduced,
+    }
+    top_k = min(TOP_K, reduced or vocab_size)
+    try:
+        return HeadsConfig(
+            hidden_size=hidden_size, vocab_size=vocab_size, top_k=top_k, base_model=options.base_model, **shape
+        )
+    except ValidationError as error:
+        raise MedusaError.of("heads", shape, error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
 def new_heads(
-    options: TrainOptions, rows: HiddenRows, unembedding: torch.Tensor, embedding: torch.Tensor
+    config: HeadsConfig, rows: HiddenRows, unembedding: torch.Tensor, embedding: torch.Tensor, seed: int
 ) -> MedusaHeads:
-    """Untrained float32 heads in the shape asked for, bound to the target, draft vocabulary chosen from `rows`.
+    """Untrained float32 heads, bound to the target, draft vocabulary chosen from `rows`.
 
     An unembedding of their own begins as the target's.
     """
-    vocab_size, hidden_size = unembedding.shape
-    config = HeadsConfig(
-        num_heads=options.num_heads,
-        num_layers=options.blocks,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        root_conditioned=options.root_conditioned,
-        trunk_size=options.trunk,
-        unembedding=options.unembedding,
-        draft_vocab_size=options.draft_vocab_size,
-        base_model=options.base_model,
-    )
     heads = MedusaHeads(config)
     if heads.token_map is not None:
-        heads.token_map.copy_(choose_draft_vocab(rows.tokens, config.num_outputs, vocab_size))
+        heads.token_map.copy_(choose_draft_vocab(rows.tokens, config.num_outputs, config.vocab_size))
     if heads.unembedding is not None:
         heads.unembedding.data.copy_(unembedding if heads.token_map is None else unembedding[heads.token_map])
     device = _device()
     heads.to(device).bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
-    start_trunk(heads, rows, options.loop.seed)
+    start_trunk(heads, rows, seed)
     return heads
 
 
