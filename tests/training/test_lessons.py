@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +120,36 @@ def test_heads_learn_from_distributions(record: Callable[..., HiddenRows], tmp_p
     tokens = heads.candidates(target[start], start, 1).tokens
     assert (tokens[:, 0, 0] == (start + 3) % VOCAB).float().mean() > 0.9
     assert (tokens[:, 1, 0] == (start + 6) % VOCAB).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("batch_size", "times"), [(128, 2), (512, 2), (2048, 1)])
+def test_pages_of_rows_and_distributions_are_given_back_while_training(
+    walks: Callable[[int, int], HiddenRows],
+    heads: MedusaHeads,
+    target: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+    times: int,
+) -> None:
+    rows = walks(180, 1)  # 1980 rows teach
+    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    given = {HiddenRows: 0, Teacher: 0}
+
+    def count(kind: Any) -> None:
+        release = kind.release
+
+        def counting(self: Any) -> None:
+            given[kind] += 1
+            release(self)
+
+        monkeypatch.setattr(kind, "release", counting)
+
+    count(HiddenRows)
+    count(Teacher)
+    options = LoopOptions(epochs=1, batch_size=batch_size)
+    train_heads(heads, rows, options, teacher=teacher)
+    assert given == {HiddenRows: times, Teacher: times}
 
 
 def test_distributions_without_a_teacher_are_a_bug_of_the_caller(

@@ -135,6 +135,7 @@ class _Run:
     ) -> None:
         self.heads, self.rows, self.lessons, self.steps_per_epoch = heads, rows, lessons, steps_per_epoch
         self.progress = Progress(options.epochs * steps_per_epoch)
+        self.release_every = max(_RELEASE // options.batch_size, 1)
         device = heads.unembedding_weight().device
         self.decay = torch.tensor([options.head_decay**head for head in range(heads.config.num_heads)]).to(device)
         self.optimizer = torch.optim.AdamW(
@@ -157,7 +158,7 @@ class _Run:
         now.seconds += time.monotonic() - began
         means = [float(loss.detach()) for loss in losses]
         now.losses = [0.95 * old + 0.05 * new for old, new in zip(now.losses or means, means, strict=True)]
-        if now.step % max(_RELEASE // len(chosen), 1) == 0:
+        if now.step % self.release_every == 0:
             self.rows.release()
             if self.lessons.teacher is not None:
                 self.lessons.teacher.release()
