@@ -21,6 +21,13 @@ class MedusaScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the host's scheduler and take over the masks of trees."""
         super().__init__(*args, **kwargs)
+        self.dynamic_sd_lookup: list[int] | None
+        if self.dynamic_sd_lookup is None:
+            # A new request with one token left would get as many drafts of -1 as a tree may have nodes, so that steps
+            # keep the shape of a captured CUDA graph. Ours have any shape; and with a tree larger than
+            # max_num_batched_tokens the request would wait for ever, larger than long_prefill_token_threshold end the
+            # engine. The host leaves this padding out where the number of drafts depends on the batch.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         self._grammar_trees: dict[str, GrammarTree] = {}
         self._tree_mask: torch.Tensor | None = None
         self._sequence_bitmask = self.structured_output_manager.grammar_bitmask
