@@ -1,0 +1,425 @@
+"""Runs schedules on tiny engines, step by step, and looks after each step for what must never happen."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engines import Engine, Oracle, random_tree, start
+from recompute import CachedBlocks
+from schedules import BLOCK, LONGEST_ANSWER, MAX_LEN, MAX_NODES, VOCAB, Ask, Schedule, draw
+from tiny_models import MODELS, save
+
+from vllm_medusa.host.commit import TreeKeyValues
+from vllm_medusa.tree.topology import Tree
+
+SEATS = 8  # of the engines; a schedule may set fewer
+BLOCKS = 160
+OPTIONS: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": BLOCK, "max_num_seqs": SEATS}
+
+
+class Violation(Exception):
+    """Something that must never happen did; `kind` is one word or two."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclass
+class Totals:
+    """What was looked at."""
+
+    schedules: int = 0
+    requests: int = 0
+    aborted: int = 0
+    steps: int = 0
+    tokens: int = 0
+    request_steps: int = 0
+    preemptions: int = 0
+    flushes: int = 0
+    cached_tokens: int = 0
+    padded_drafts: int = 0
+    cut_drafts: int = 0
+    prompt_pieces: int = 0
+    skipped_drafts: int = 0
+    blocks: int = 0
+    hidden_rows: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{name.replace('_', ' ')} {value}" for name, value in vars(self).items()]
+        return ", ".join(parts)
+
+
+@dataclass
+class Running:
+    """One request while it runs."""
+
+    ask: Ask
+    truth: list[int]
+    longer: list[int]
+    seen: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+class Script(Oracle):
+    """Plants each request's true continuation; what is drafted depends on the request and its progress alone."""
+
+    def __init__(self, world: World, schedule: Schedule) -> None:
+        """Draft for `schedule`."""
+        super().__init__(world.trees, {}, lambda rng: random_tree(rng, 1), vocab=VOCAB, misses=schedule.misses)
+        self.world, self.schedule = world, schedule
+        self.names: list[str] = []
+
+    def __call__(self, rows: list[int], hidden: torch.Tensor, roots: torch.Tensor) -> Any:
+        """Stand in for the runner's `_draft`."""
+        runner = self.engine.runner
+        self.names = [runner.input_batch.req_ids[row] for row in rows]
+        turn = iter(self.names)
+        self.world.check_hidden(self.names, hidden, roots)
+
+        def shape(_: np.random.Generator) -> Any:
+            name = next(turn)
+            self.rng = self._rng_for(name)
+            if self.rng.random() < 0.3:
+                return random_tree(self.rng, self.schedule.nodes, self.schedule.depth)
+            return random_tree(self.rng, int(self.rng.integers(0, self.schedule.nodes + 1)), self.schedule.depth)
+
+        self.shape = shape
+        return super().__call__(rows, hidden, roots)
+
+    def _answer(self, request: Any) -> Sequence[int]:
+        self.rng = self._rng_for(request.req_id, 1)
+        return self.world.running[request.req_id].longer
+
+    def plant(self, tree: Tree, truth: Sequence[int]) -> list[int]:
+        """Half of the time along the deepest path, so that long acceptances are common."""
+        if not tree.num_nodes or self.rng.random() < 0.5:
+            return super().plant(tree, truth)
+        tokens = [int(token) for token in self.rng.integers(2, self.vocab - 1, tree.num_nodes)]
+        if self.rng.random() < self.misses:
+            return tokens
+        deepest = max(range(tree.num_rows), key=lambda row: (tree.depths[row], row))
+        for row, token in zip(tree.path(deepest), truth, strict=False):
+            tokens[row - 1] = token
+        return tokens
+
+    def _rng_for(self, name: str, use: int = 0) -> np.random.Generator:
+        emitted = len(self.engine.runner.requests[name].output_token_ids)
+        return np.random.default_rng([self.schedule.seed, self.world.running[name].ask.number, emitted, use])
+
+
+class World:
+    """Two engines of one tiny model, plain and with trees, and schedules run on them."""
+
+    def __init__(self, name: str, model: Path, heads: Path, whole_cache: bool = False) -> None:
+        """Start both.
+
+        Args:
+            name: as schedules call the model.
+            model, heads: their folders.
+            whole_cache: recompute every cached block after each schedule, not a few.
+        """
+        self.name, self.model, self.heads = name, model, heads
+        self.whole_cache = whole_cache
+        self.plain = start(model, **OPTIONS)
+        self.totals = Totals()
+        self.truths: dict[Any, list[int]] = {}
+        self.running: dict[str, Running] = {}
+        self.found: Violation | None = None
+        self._start_trees()
+
+    def _start_trees(self) -> None:
+        self.broken = False
+        medusa = {"num_speculative_tokens": MAX_NODES, "adaptive": False}
+        self.trees: Engine = start(
+            self.model, self.heads, **OPTIONS, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
+            scheduling_policy="priority", medusa=medusa,
+        )  # fmt: skip
+        self.engine = self.trees.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.layers = list(self.trees.runner.compilation_config.static_forward_context.values())
+        self.cached = CachedBlocks(self.model, self.trees.runner, self.pool)
+        self.groups = len(self.trees.runner.kv_cache_config.kv_cache_groups)
+        self.unpadded = self.scheduler.dynamic_sd_lookup  # as our scheduler has it
+        self.all_blocks = self.pool.get_num_free_blocks()
+        self._watch_scheduler()
+
+    # The truth --------------------------------------------------------------------------------------------------
+
+    def answer(self, ask: Ask) -> list[int]:
+        """What plain decoding says to one request."""
+        self._ask_plain([ask])
+        return self.truths[_key(ask)][: ask.max_tokens]
+
+    def _ask_plain(self, asks: Sequence[Ask]) -> None:
+        unknown = list({_key(ask): ask for ask in asks if _key(ask) not in self.truths}.values())
+        if unknown:
+            params = [_params(ask, LONGEST_ANSWER) for ask in unknown]
+            answers = self.plain.tokens([ask.prompt for ask in unknown], params)
+            self.truths |= {_key(ask): said for ask, said in zip(unknown, answers, strict=True)}
+
+    # One schedule -----------------------------------------------------------------------------------------------
+
+    def violates(self, schedule: Schedule) -> Violation | None:
+        """Run a schedule; what it found wrong, if anything. Afterwards the engines are as before."""
+        try:
+            self.run(schedule)
+        except Violation as violation:
+            return violation
+        return None
+
+    def run(self, schedule: Schedule) -> None:
+        """Run a schedule.
+
+        Raises:
+            Violation: a promise is broken.
+        """
+        if self.broken:
+            self._start_trees()
+        self._ask_plain(schedule.asks)
+        with ExitStack() as stack:
+            self._limit(schedule, stack)
+            self.trees.runner._draft = Script(self, schedule)
+            stack.callback(lambda: self.trees.runner.__dict__.pop("_draft", None))
+            try:
+                self._play(schedule)
+                self._after()
+            except Violation:
+                self._recover()
+                raise
+            except Exception as error:
+                self._recover()
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"{Path(where.filename).name}:{where.lineno}"
+                raise Violation("crash", f"{type(error).__name__} at {place}: {error}") from error
+        self.totals.schedules += 1
+
+    def _limit(self, schedule: Schedule, stack: ExitStack) -> None:
+        """Set the host's limits, until the schedule is over."""
+        from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+        scheduler, config = self.scheduler, self.scheduler.scheduler_config
+        if schedule.fresh:
+            assert scheduler.reset_prefix_cache()
+        policy = SchedulingPolicy.PRIORITY if schedule.by_priority else SchedulingPolicy.FCFS
+        for owner, values in (
+            (
+                scheduler,
+                {
+                    "max_num_running_reqs": schedule.seats,
+                    "max_num_active_reqs": schedule.seats,
+                    "max_num_scheduled_tokens": schedule.budget,
+                    "max_model_len": schedule.max_len,
+                    "policy": policy,
+                    "waiting": create_request_queue(policy),
+                    "kv_holding_waiting": create_request_queue(policy),
+                    "num_spec_tokens": schedule.nodes,
+                    "dynamic_sd_lookup": None if schedule.padding else self.unpadded,
+                },
+            ),
+            (config, {"long_prefill_token_threshold": schedule.piece}),
+            (self.trees.runner, {"_kept": TreeKeyValues(self.layers) if schedule.rewrites else None}),
+        ):
+            for name, value in values.items():
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+        needed = self.groups * -(-schedule.max_len // BLOCK) + schedule.spare_blocks
+        self.held = self.pool.get_new_blocks(max(0, self.all_blocks - needed))
+        stack.callback(lambda: self.pool.free_blocks(reversed(self.held)))
+        self.free = self.pool.get_num_free_blocks()
+
+    def _flush(self) -> None:
+        """What an operator does who changes weights: running requests are preempted, the prefix cache is dropped."""
+        self.pool.free_blocks(reversed(self.held))
+        count, self.held = len(self.held), []
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.held = self.pool.get_new_blocks(count)
+        self.totals.flushes += 1
+
+    def _play(self, schedule: Schedule) -> None:
+        """Add, abort and step until nothing is left."""
+        coming = sorted(schedule.asks, key=lambda ask: ask.arrives)
+        self.running, self.found, tick = {}, None, 0
+        flushes = list(schedule.flushes)
+        aborts: dict[int, list[str]] = {}
+        patience = 200 + sum(len(ask.prompt) + ask.max_tokens for ask in schedule.asks) * 4
+        while coming or self.engine.has_unfinished_requests():
+            if coming and not self.engine.has_unfinished_requests():
+                tick = max(tick, coming[0].arrives)
+            while coming and coming[0].arrives <= tick:
+                ask = coming.pop(0)
+                name = self._add(ask, schedule)
+                if ask.aborted is not None:
+                    aborts.setdefault(tick + ask.aborted, []).append(name)
+            for name in aborts.pop(tick, ()):
+                self._abort(name)
+            while flushes and flushes[0] <= tick:
+                flushes.pop(0)
+                self._flush()
+            self._step()
+            tick += 1
+            patience -= 1
+            if patience < 0:
+                raise Violation("hang", f"requests {sorted(self.running)} do not end")
+        self._step()  # one more, in which the worker hears of the last ones that finished
+
+    def _add(self, ask: Ask, schedule: Schedule) -> str:
+        longer = self.truths[_key(ask)]
+        truth = longer[: min(ask.max_tokens, schedule.max_len - len(ask.prompt))]
+        name = self.engine.add_request(
+            f"{ask.number}",
+            {"prompt_token_ids": list(ask.prompt)},
+            _params(ask, ask.max_tokens),
+            priority=ask.priority if schedule.by_priority else 0,
+            arrival_time=float(len(self.running)),
+        )
+        self.running[name] = Running(ask, truth, longer)
+        self.totals.requests += 1
+        return str(name)
+
+    def _abort(self, name: str) -> None:
+        if not self.running[name].done:
+            self.running[name].done = True
+            self.totals.aborted += 1
+            self.engine.abort_request([name], internal=True)
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        self.totals.steps += 1
+        if self.found is not None:
+            raise self.found
+        entries = {f"{entry.ask.number}": entry for entry in self.running.values()}
+        for output in outputs:
+            self._compare(entries[output.request_id], output)
+        self._look_at_trees()
+        self._look_at_lengths()
+
+    # Promises ---------------------------------------------------------------------------------------------------
+
+    def _compare(self, entry: Running, output: Any) -> None:
+        """What a request has said so far is what plain decoding says."""
+        said = list(output.outputs[0].token_ids)
+        self.totals.tokens += len(said) - len(entry.seen)
+        self.totals.request_steps += 1
+        entry.seen = said
+        if said != (entry.truth if output.finished else entry.truth[: len(said)]):
+            at = next((i for i, (a, b) in enumerate(zip(said, entry.truth, strict=False)) if a != b), len(said))
+            raise Violation("tokens", f"request {entry.ask.number} differs at {at}: {said} instead of {entry.truth}")
+        if output.finished:
+            entry.done = True
+            self.totals.cached_tokens += output.num_cached_tokens or 0
+
+    def _look_at_trees(self) -> None:
+        """No tree of a request that the worker has dropped or that lost its cache."""
+        kept = set(self.trees.runner.book._drafts)
+        for name in kept:
+            request = self.scheduler.requests.get(name)
+            if name not in self.trees.runner.requests:
+                raise Violation("stale tree", f"{name} has ended, its tree is kept")
+            if request is not None and request.num_computed_tokens == 0 and request.num_preemptions:
+                raise Violation("stale tree", f"{name} was preempted, its tree is kept")
+
+    def _look_at_lengths(self) -> None:
+        """The host counts as computed what is in the cache: nothing drafted, and all but the last token emitted."""
+        for request in self.scheduler.running:
+            least = 0
+            if request.num_output_tokens and not request.is_prefill_chunk and not request.num_preemptions:
+                least = request.num_tokens - 1
+            if not least <= request.num_computed_tokens <= request.num_tokens - 1:
+                raise Violation("length", f"{request.num_computed_tokens} computed of {request.num_tokens} tokens")
+
+    def check_hidden(self, names: Sequence[str], hidden: torch.Tensor, roots: torch.Tensor) -> None:
+        """The heads get the hidden row that produced the root: for greedy requests it produces it again."""
+        plain = [i for i, name in enumerate(names) if set(self.running[name].ask.sampling) <= _SAYS_ARGMAX]
+        plain = [i for i in plain if self.running[names[i]].ask.sampling["temperature"] == 0]
+        if not plain:
+            return
+        found = self.trees.runner.model.compute_logits(hidden[plain]).argmax(dim=-1)
+        self.totals.hidden_rows += len(plain)
+        if not torch.equal(found, roots[plain].to(found.dtype)):
+            self.found = self.found or Violation("hidden row", f"{found.tolist()}, roots {roots[plain].tolist()}")
+
+    def _after(self) -> None:
+        """When all requests have ended: nothing is left of them but the prefix cache, and that is right."""
+        unfinished = [entry.ask.number for entry in self.running.values() if not entry.done]
+        if unfinished:
+            raise Violation("lost", f"requests {unfinished} never finished")
+        runner = self.trees.runner
+        if len(runner.book):
+            raise Violation("stale tree", f"{sorted(runner.book._drafts)} are kept")
+        if runner.requests or runner.input_batch.num_reqs or self.scheduler.requests:
+            raise Violation("left over", f"{sorted(runner.requests)} {sorted(self.scheduler.requests)}")
+        if self.pool.get_num_free_blocks() != self.free:
+            raise Violation("leak", f"{self.free} free blocks before, {self.pool.get_num_free_blocks()} after")
+        count, wrong = self.cached.check(None if self.whole_cache else 6)
+        self.totals.blocks += count
+        if wrong:
+            raise Violation("cache", wrong)
+
+    def _recover(self) -> None:
+        """Bring the engine back after a violation, or say that it is broken."""
+        self.trees.runner.__dict__.pop("_draft", None)
+        try:
+            self.engine.abort_request([name for name, entry in self.running.items() if not entry.done], internal=True)
+            self.engine.step()
+            self.engine.step()
+            self.cached.forget()
+            left = self.scheduler.requests or self.trees.runner.requests or len(self.trees.runner.book)
+            self.broken = bool(left) or self.pool.get_num_free_blocks() != self.free
+        except Exception:  # noqa: BLE001 - whatever it was, a new engine has not got it
+            self.broken = True
+
+    # What the host does -----------------------------------------------------------------------------------------
+
+    def _watch_scheduler(self) -> None:
+        """Count how hostile schedules really are."""
+        scheduler, totals = self.scheduler, self.totals
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            waiting = {name: list(r.spec_token_ids) for name, r in scheduler.requests.items() if r.spec_token_ids}
+            output = type(scheduler).schedule(scheduler, *args, **kwargs)
+            totals.preemptions += len(output.preempted_req_ids or ())
+            for name, tokens in output.scheduled_spec_decode_tokens.items():
+                totals.padded_drafts += tokens[:1] == [-1]
+                totals.cut_drafts += 0 < len(tokens) < len(waiting.get(name, ()))
+            totals.skipped_drafts += sum(bool(scheduler.requests[name].spec_token_ids) for name in waiting)
+            totals.prompt_pieces += sum(request.is_prefill_chunk for request in scheduler.running)
+            return output
+
+        scheduler.schedule = schedule
+
+
+_SAYS_ARGMAX = {"temperature", "ignore_eos", "logprobs"}
+
+
+def _key(ask: Ask) -> Any:
+    return tuple(ask.prompt), repr(sorted(ask.sampling.items()))
+
+
+def _params(ask: Ask, tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    fields = dict(ask.sampling)
+    least = min(fields.pop("min_tokens", 0), tokens)
+    return SamplingParams(max_tokens=tokens, min_tokens=least, **fields)
+
+
+def start_worlds(folder: Path, names: Sequence[str] = MODELS) -> dict[str, World]:
+    """A world for each model, which are saved in `folder`; MEDUSA_LONG=1: every cached block is recomputed."""
+    whole_cache = bool(os.environ.get("MEDUSA_LONG"))
+    return {name: World(name, *save(name, folder), whole_cache=whole_cache) for name in names}
+
+
+def drawn(worlds: dict[str, World], seed: int) -> Schedule:
+    """The schedule of a seed."""
+    return draw(seed, MODELS, lambda model, ask: worlds[model].answer(ask))

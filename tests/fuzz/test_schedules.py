@@ -1,0 +1,66 @@
+"""Random schedules on a hostile host: the tokens of plain vLLM, no block lost, no tree left, a true prefix cache.
+
+`make test-long` runs 2,000, CI the first 60. A schedule that fails is shrunk and stored; the message says how to run it
+again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hostile import Totals, Violation, World, drawn
+from schedules import Schedule, shrink
+
+pytestmark = pytest.mark.slow  # engines start
+COUNT = 2000 if os.environ.get("MEDUSA_LONG") else 60
+PART = 20
+STORED = Path(__file__).parents[2] / "out" / "fuzz"
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, PART))
+def test_random_schedules(worlds: dict[str, World], first: int) -> None:
+    print(f"seeds {first} to {first + PART - 1}")
+    for seed in range(first, first + PART):
+        schedule = drawn(worlds, seed)
+        violation = worlds[schedule.model].violates(schedule)
+        if violation is not None:
+            pytest.fail(report(worlds[schedule.model], schedule, violation))
+
+
+def report(world: World, schedule: Schedule, violation: Violation) -> str:
+    """Shrink and store a failing schedule; what to tell."""
+
+    def fails_alike(candidate: Schedule) -> bool:
+        found = world.violates(candidate)
+        return found is not None and found.kind == violation.kind
+
+    small = shrink(schedule, fails_alike)
+    STORED.mkdir(parents=True, exist_ok=True)
+    path = STORED / f"seed-{schedule.seed}.json"
+    path.write_text(small.to_json(), encoding="utf-8")
+    return (
+        f"seed {schedule.seed} on {schedule.model}: {violation}\n"
+        f"Shrunk from {len(schedule.asks)} requests to {len(small.asks)}: {world.violates(small)}\n"
+        f"Again: python tests/fuzz/replay.py {path}"
+    )
+
+
+def test_the_host_was_hostile(worlds: dict[str, World]) -> None:
+    """Comes last: what is promised above was really met."""
+    for name, world in worlds.items():
+        print(f"{name}: {world.totals}")
+    totals = {
+        name: sum(asdict(world.totals)[name] for world in worlds.values()) for name in Totals.__dataclass_fields__
+    }
+    if not totals["schedules"]:
+        pytest.skip("no schedules ran")
+    rare = min(totals["schedules"], 60) / 60
+    for name, least in {
+        "aborted": 30, "preemptions": 40, "flushes": 15, "cached_tokens": 1000, "padded_drafts": 15,
+        "cut_drafts": 100, "skipped_drafts": 15, "prompt_pieces": 200, "blocks": 100, "hidden_rows": 500,
+    }.items():  # fmt: skip
+        assert totals[name] >= least * rare, f"{name}: {totals[name]}"
+    assert totals["tokens"] > 1.7 * totals["request_steps"], "planted paths are accepted"
