@@ -13,7 +13,7 @@ help:
 	@echo "make demo        plain vLLM against Medusa trees on SmolLM2 (JSON=out.json writes the figures)"
 	@echo "make test-fast   the tests that start no engine, under two minutes"
 	@echo "make test        all tests, under twenty minutes"
-	@echo "make test-long   SmolLM2 in full: every tree, 16 prompts of 128 tokens at batch 1, 4 and 16 (an hour or two)"
+	@echo "make test-long   SmolLM2 in full: every tree, 16 prompts of 128 tokens at batch 1, 4 and 16; 2,000 fuzzed schedules (two hours)"
 	@echo "make check       ruff, mypy, import boundaries"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA)"
 	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA) (about two hours on two cores)"
@@ -59,6 +59,7 @@ test-fast: $(STAMP)
 
 test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py $(ARGS)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
