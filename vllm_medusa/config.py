@@ -40,6 +40,7 @@ class MedusaConfig(BaseModel):
     adaptive: Annotated[bool, Field(strict=True)] = True
     draft_vocab: Annotated[bool, Field(strict=True)] = True
     draft_sample_method: SampleMethod = "greedy"
+    prompt_lookup: Annotated[bool, Field(strict=True)] = True
 
     @classmethod
     def parse(
@@ -84,6 +85,7 @@ class Settings(BaseModel):
         parents, ranks: of a fixed tree (see `Tree`); None where trees are grown at each step.
         draft_sample_method: "greedy" drafts the heads' likeliest tokens; "probabilistic" draws those of sampled
             requests, in a tree whose shape is fixed.
+        prompt_lookup: trees that are grown also hold what the request's own text expects next.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -95,6 +97,7 @@ class Settings(BaseModel):
     adaptive: bool = True
     draft_vocab: bool = True
     draft_sample_method: SampleMethod = "greedy"
+    prompt_lookup: bool = True
 
     @property
     def fixed_tree(self) -> Tree | None:
@@ -138,6 +141,7 @@ def resolve(
         adaptive=config.adaptive,
         draft_vocab=config.draft_vocab,
         draft_sample_method=config.draft_sample_method,
+        prompt_lookup=config.prompt_lookup and tree is None,
     )
 
 
@@ -185,6 +189,7 @@ def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaErro
         "tree": f"choose {', '.join(MODES)}, a preset, a list of choices such as [[0], [0, 0], [1]] or a .json file",
         "adaptive": "give true or false",
         "draft_vocab": "give true or false",
+        "prompt_lookup": "give true or false",
         "draft_sample_method": "choose 'greedy' (the likeliest tokens) or 'probabilistic' (drawn from the heads)",
     }.get(key, str(first["msg"]))
     return MedusaError.of(key, settings.get(key), expected)

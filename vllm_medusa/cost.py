@@ -1,4 +1,4 @@
-"""What a step costs by the tokens in it, learnt while serving, and how many nodes that makes worth drafting."""
+"""What a step costs by the tokens in it, learnt while serving."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepCost:
     """Seconds of a step against its tokens: never falling, interpolated between the sizes seen.
 
     >>> cost = StepCost.from_points([(1, 0.024), (9, 0.032)])
-    >>> round(cost.seconds(5), 3)
+    >>> round(float(cost.seconds(5)), 3)
     0.028
     """
 
@@ -53,7 +53,7 @@ class StepCost:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one decode step of `tokens` tokens (prefill steps are not for this)."""
-        size = _grid_size(tokens)
+        size = grid_size(tokens)
         cell = self.cells.get(size)
         if cell is None:
             self.cells[size] = _Cell(seconds)
@@ -99,75 +99,6 @@ class StepCost:
         return self._curve
 
 
-class NodeBudget:
-    """Shares the nodes of one step among the requests of a batch so that tokens per second are most.
-
-    A node is worth its marginal time if that time costs fewer tokens, at the rate reached, than the node brings
-    (its probability of being accepted). Taking nodes in order of probability, the rate R(n) = expected tokens(n) /
-    seconds(n) rises while that holds, so the best n is where R peaks.
-    """
-
-    def __init__(self, cost: StepCost, *, hysteresis: float = 0.01, explore_every: int = 64) -> None:
-        """Keep the last number of nodes unless another is better by `hysteresis`; try a neighbour now and then."""
-        self.cost = cost
-        self.hysteresis = hysteresis
-        self.explore_every = explore_every
-        self._last: dict[int, int] = {}  # batch size -> nodes
-        self._steps = 0
-
-    def share(
-        self, reach: npt.NDArray[np.float32], sizes: npt.NDArray[np.int64], other_tokens: int = 0
-    ) -> npt.NDArray[np.int64]:
-        """How many of its nodes each request drafts.
-
-        Args:
-            reach: float32 [B, N], probability of acceptance of each node.
-            sizes: int64 [B], nodes each request has to offer.
-            other_tokens: tokens in the step besides these requests' (rows of requests that draft nothing).
-
-        Returns:
-            int64 [B], at most `sizes`; all of `sizes` while the cost of a step is not known.
-
-        Two requests, one sure of itself; a ninth token would cost more than it brings:
-
-        >>> cost = StepCost.from_points([(1, 1.0), (4, 1.1), (8, 4.0)])
-        >>> NodeBudget(cost).share(np.array([[.9, .8], [.3, .1]], dtype=np.float32), np.array([2, 2])).tolist()
-        [2, 0]
-        """
-        batch, width = reach.shape
-        if width == 0 or not self.cost.known:
-            return sizes.copy()
-        offered = np.arange(width) < sizes[:, None]
-        # A node counts no more than those before it, so that what is taken of a request is a prefix.
-        worth = np.where(offered, np.minimum.accumulate(reach, axis=1), -1.0)
-        ordered = np.sort(worth[offered])[::-1]
-        gained = batch + np.concatenate(([0.0], np.cumsum(ordered)))
-        rate = gained / self.cost.seconds(batch + other_tokens + np.arange(len(gained)))
-        nodes = self._settle(batch + other_tokens, rate)
-        if nodes == 0:
-            return np.zeros_like(sizes)
-        cutoff = ordered[nodes - 1]
-        taken = (worth > cutoff).sum(axis=1)
-        for request in np.flatnonzero((worth == cutoff).any(axis=1)):  # ties at the edge, first come first served
-            spare = nodes - int(taken.sum())
-            taken[request] += min(spare, int((worth[request] == cutoff).sum()))
-        return np.asarray(taken, dtype=np.int64)
-
-    def _settle(self, batch: int, rate: npt.NDArray[np.float64]) -> int:
-        best = int(rate.argmax())
-        last = min(self._last.get(batch, best), len(rate) - 1)
-        if rate[best] <= rate[last] * (1.0 + self.hysteresis):
-            best = last
-        self._last[batch] = best
-        self._steps += 1
-        if self._steps % self.explore_every == 0:
-            # The next grid size up or down: times that are never looked at again go stale.
-            step = 1 if (self._steps // self.explore_every) % 2 else -1
-            position = GRID.index(_grid_size(batch + best)) + step
-            best = min(max(GRID[min(max(position, 0), len(GRID) - 1)] - batch, 0), len(rate) - 1)
-        return best
-
-
-def _grid_size(tokens: int) -> int:
+def grid_size(tokens: int) -> int:
     """The largest kept size that is not above `tokens`, so that no size is thought cheaper than it is."""
     return GRID[max(bisect.bisect_right(GRID, tokens) - 1, 0)]

@@ -15,7 +15,9 @@ from vllm_medusa.config import SETTINGS_KEY, Settings, rank_accuracy_of
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.model import Candidates, MedusaHeads
-from vllm_medusa.tree.growth import grow_dynamic, grow_static
+from vllm_medusa.tree.growth import grow_static
+from vllm_medusa.tree.lookup import Expected
+from vllm_medusa.tree.mixture import grow_mixture
 from vllm_medusa.tree.rejection import draw_children
 from vllm_medusa.tree.topology import Tree
 
@@ -45,10 +47,11 @@ class TreeDraft:
     Attributes:
         tokens: int64 [B, N], token of each node.
         parents: int64 [B, N], row of each node's parent (0 = root); -1 beyond `sizes`.
-        ranks: int64 [B, N], which of its head's candidates a node is.
+        ranks: int64 [B, N], which of its head's R candidates a node is; R: none of them, the text expects it.
         reach: float32 [B, N], probability that the walk gets to the node.
         sizes: int64 [B], nodes of each request.
         drawn: what candidates were drawn from, where some were.
+        lookup_reach: float32 [B, L], `reach` of the nodes there would be without the heads; None: they were not asked.
     """
 
     tokens: Ints
@@ -57,6 +60,7 @@ class TreeDraft:
     reach: Floats
     sizes: Ints
     drawn: DrawnTokens | None = None
+    lookup_reach: Floats | None = None
 
 
 class MedusaProposer:
@@ -99,6 +103,7 @@ class MedusaProposer:
         roots: Tensor,
         temperatures: Tensor | None = None,
         generators: Mapping[int, torch.Generator] | None = None,
+        expected: Expected | None = None,
     ) -> TreeDraft:
         """Draft a tree for each request.
 
@@ -107,26 +112,34 @@ class MedusaProposer:
             roots: int64 [B], the root tokens: the last ones emitted.
             temperatures: float32 [B], at which to draw candidates; 0 takes the likeliest. None: 0 for all.
             generators: of seeded requests, by row, to draw with.
+            expected: what the requests' own texts expect next; joins trees that are grown.
         """
         assert self.heads is not None, "load_model comes first"
-        candidates = self.heads.candidates(hidden, roots, self.heads.config.top_k)
+        candidates = self.heads.candidates(hidden, roots, self.top_k)
         nodes = self.settings.num_speculative_tokens
-        draft = self._grow(candidates, nodes) if self.fixed_tree is None else self._fill(self.fixed_tree, candidates)
+        expected = expected or Expected.nothing(len(roots))
+        if self.fixed_tree is None:
+            tokens, probabilities = candidates.tokens.cpu().numpy(), candidates.probabilities.cpu().numpy()
+            draft = TreeDraft(*grow_mixture(tokens, probabilities, expected, nodes), lookup_reach=expected.reach)
+        else:
+            draft = replace(self._fill(self.fixed_tree, candidates), lookup_reach=expected.reach)
         if temperatures is None or not bool((temperatures > 0).any()):
             return draft
         return self._draw(draft, self.heads(hidden, roots), temperatures, generators or {})
 
-    def _grow(self, candidates: Candidates, nodes: int) -> TreeDraft:
-        grown = grow_dynamic(candidates.probabilities, nodes)
-        flat = (grown.depths - 1).clamp(min=0) * candidates.tokens.shape[2] + grown.ranks
-        tokens = candidates.tokens.flatten(1).gather(1, flat)
-        return TreeDraft(
-            tokens=tokens.cpu().numpy(),
-            parents=grown.parents.cpu().numpy(),
-            ranks=grown.ranks.cpu().numpy(),
-            reach=grown.reach.cpu().numpy(),
-            sizes=(grown.parents >= 0).sum(1).cpu().numpy(),
-        )
+    def from_texts(self, expected: Expected) -> TreeDraft:
+        """Draft what the requests' own texts expect next, without asking the heads: chains."""
+        batch, width = expected.tokens.shape
+        sizes = (expected.tokens >= 0).sum(axis=1)
+        parents = np.where(expected.tokens >= 0, np.arange(width), -1)
+        ranks = np.full((batch, width), self.top_k)
+        return TreeDraft(expected.tokens, parents, ranks, expected.reach, sizes)
+
+    @property
+    def top_k(self) -> int:
+        """R, candidates of each head."""
+        assert self.heads is not None, "load_model comes first"
+        return self.heads.config.top_k
 
     def _fill(self, tree: Tree, candidates: Candidates) -> TreeDraft:
         batch = candidates.tokens.shape[0]

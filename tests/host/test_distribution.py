@@ -137,6 +137,8 @@ def laid(draft: TreeDraft) -> StepTrees:
         requests=[str(row) for row in range(count)],
         tokens=draft.tokens,
         parents=draft.parents,
+        ranks=draft.ranks,
+        reach=draft.reach,
         sizes=draft.sizes,
         first_token=ends - (draft.sizes + 1),
         first_logit=ends - (draft.sizes + 1),

@@ -24,6 +24,8 @@ class Statistics:
     emitted_tokens: int = 0
     drafted_nodes: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_rank: list[int] = field(default_factory=list)
+    accepted_by_rank: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     examples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=32))
 
@@ -51,13 +53,16 @@ class Statistics:
         self.accepted_by_depth += [0] * (deepest - len(self.accepted_by_depth))
         for depth in range(deepest):
             self.accepted_by_depth[depth] += int((accepted > depth).sum())
+        if trees.num_nodes:
+            self.drafted_by_rank = _add_counts(self.drafted_by_rank, trees.ranks[counted])
+            self.accepted_by_rank = _add_counts(self.accepted_by_rank, trees.accepted_ranks(paths)[counted])
         for row in np.flatnonzero(counted & (trees.sizes > 0))[:1]:
             self._remember(trees, int(row), int(roots[row]), paths[row], tokens[row])
 
     def _remember(self, trees: StepTrees, row: int, root: int, path: Ints, tokens: Ints) -> None:
-        entry, size = trees.drafts[row], int(trees.sizes[row])
-        if entry is None:
+        if trees.drafts[row] is None:
             return
+        size = int(trees.sizes[row])
         self.examples.append(
             {
                 "request": trees.requests[row],
@@ -65,15 +70,18 @@ class Statistics:
                 "root": root,
                 "tokens": trees.tokens[row, :size].tolist(),
                 "parents": trees.parents[row, :size].tolist(),
-                "ranks": entry.draft.ranks[entry.row, :size].tolist(),
-                "reach": [round(float(p), 5) for p in entry.draft.reach[entry.row, :size]],
+                "ranks": trees.ranks[row, :size].tolist(),
+                "reach": [round(float(p), 5) for p in trees.reach[row, :size]],
                 "accepted_rows": path[path > 0].tolist(),
                 "emitted": tokens[tokens >= 0].tolist(),
             }
         )
 
     def report(self) -> dict[str, Any]:
-        """Totals and the figures that follow: mean accepted length (bonus token counted) and overhead share."""
+        """Totals and the figures that follow: mean accepted length (bonus token counted) and overhead share.
+
+        By rank: of a head's R candidates, and last, at place R, tokens that only the request's own text expected.
+        """
         step = self.seconds["step"]
         ours = self.seconds["propose"] + self.seconds["walk"] + self.seconds["commit"]
         return {
@@ -82,8 +90,18 @@ class Statistics:
             "emitted_tokens": self.emitted_tokens,
             "drafted_nodes": self.drafted_nodes,
             "accepted_by_depth": list(self.accepted_by_depth),
+            "drafted_by_rank": list(self.drafted_by_rank),
+            "accepted_by_rank": list(self.accepted_by_rank),
             "mean_accepted_length": self.emitted_tokens / self.request_steps if self.request_steps else 0.0,
             "seconds": dict(self.seconds),
             "overhead_share": ours / step if step else 0.0,
             "examples": list(self.examples),
         }
+
+
+def _add_counts(totals: list[int], values: Ints) -> list[int]:
+    """`totals[v]` more by how often v occurs; negative values do not count."""
+    counts = np.bincount(values[values >= 0], minlength=len(totals))
+    counts[: len(totals)] += np.array(totals, dtype=np.int64)
+    added: list[int] = counts.tolist()
+    return added

@@ -91,6 +91,8 @@ class StepTrees:
         requests: R request ids, in batch order.
         tokens: int64 [R, N], -1 beyond `sizes`.
         parents: int64 [R, N], -1 beyond `sizes`.
+        ranks: int64 [R, N], as drafted; -1 beyond `sizes` and where drafts are not ours.
+        reach: float32 [R, N], as drafted; 0 beyond `sizes` and where drafts are not ours.
         sizes: int64 [R], nodes of each request.
         first_token: int64 [R], index of each root among the step's tokens.
         first_logit: int64 [R], index of each root among the rows of logits.
@@ -102,6 +104,8 @@ class StepTrees:
     requests: Sequence[str]
     tokens: Ints
     parents: Ints
+    ranks: Ints
+    reach: npt.NDArray[np.float32]
     sizes: Ints
     first_token: Ints
     first_logit: Ints
@@ -140,6 +144,13 @@ class StepTrees:
         """Roots and nodes in the step."""
         return len(self.requests) + self.num_nodes
 
+    def accepted_ranks(self, paths: Ints) -> Ints:
+        """Ranks of the nodes on the rows `paths` [R, D + 1] (roots first, padded with -1): int64 [R, D], else -1."""
+        if not self.num_nodes:
+            return np.full((len(paths), paths.shape[1] - 1), -1, dtype=np.int64)
+        nodes = paths[:, 1:] - 1
+        return np.where(nodes >= 0, np.take_along_axis(self.ranks, np.maximum(nodes, 0), axis=1), -1)
+
     def token_rows(self, which: npt.NDArray[np.bool_]) -> Ints:
         """Indices, among the step's tokens, of all rows of the requests `which` [R], request by request."""
         index = self.first_token[:, None] + np.arange(self.parents.shape[1] + 1)
@@ -169,19 +180,27 @@ def lay_trees(
     sizes = np.array([len(scheduled.get(request, ())) for request in requests], dtype=np.int64)
     width = int(sizes.max(initial=0))
     tokens = np.full((count, width), -1, dtype=np.int64)
-    parents = np.full((count, width), -1, dtype=np.int64)
+    parents, ranks = np.full((2, count, width), -1, dtype=np.int64)
+    reach = np.zeros((count, width), dtype=np.float32)
     drafts: list[RequestDraft | None] = []
     for row, (request, size) in enumerate(zip(requests, sizes.tolist(), strict=True)):
         draft = book.get(request, scheduled[request]) if size else None
         drafts.append(draft)
         if size:
             tokens[row, :size] = scheduled[request]
-            parents[row, :size] = np.arange(size) if draft is None else draft.parents[:size]
+            if draft is None:
+                parents[row, :size] = np.arange(size)
+                continue
+            parents[row, :size] = draft.parents[:size]
+            ranks[row, :size] = draft.draft.ranks[draft.row, :size]
+            reach[row, :size] = draft.draft.reach[draft.row, :size]
     logits_end = np.cumsum(sizes + 1)
     return StepTrees(
         requests=list(requests),
         tokens=tokens,
         parents=parents,
+        ranks=ranks,
+        reach=reach,
         sizes=sizes,
         first_token=np.cumsum(num_scheduled.astype(np.int64)) - (sizes + 1),
         first_logit=logits_end - (sizes + 1),

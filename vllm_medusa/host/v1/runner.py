@@ -19,13 +19,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.attention.cpu import KeyLayout, active_kernel
 from vllm_medusa.attention.native import SlotMover
-from vllm_medusa.cost import NodeBudget, StepCost
 from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout, make_mover
 from vllm_medusa.host.commit import TreeKeyValues, find_moves
-from vllm_medusa.host.grammar import KEPT, TreeDraftTokenIds
+from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.statistics import Statistics
-from vllm_medusa.host.trees import DraftBook, StepTrees, lay_trees
+from vllm_medusa.host.trees import StepTrees, lay_trees
+from vllm_medusa.host.v1.drafting import Drafting
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
@@ -58,11 +58,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self._all_logits_processors()
         if self.drafter.settings.draft_sample_method == "probabilistic":
             self.tree_sampler.judge_proposals()
-        self.book = DraftBook()
+        self.drafting = Drafting(self, self.drafter)
+        self.book = self.drafting.book
         self.statistics = Statistics()
         self.guard = AcceptanceGuard(self.drafter.settings.heads, logger)
-        self.cost = StepCost()
-        self.budget = NodeBudget(self.cost)
         self.trees: StepTrees | None = None
         self._layouts: list[KeyLayout] = []  # by KV cache group, as the two below
         self._movers: list[SlotMover | None] = []
@@ -100,7 +99,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
 
     def measure_step_cost(self) -> None:
-        """Seed the cost model with the target's forward pass and unembedding at a few step sizes, a second or two.
+        """Seed the cost model with the target's forward pass and unembedding at a few step sizes, and with the heads.
+
+        A second or two.
 
         Attention and bookkeeping are missing from these times, so sizes that were never served look a little too
         cheap: they are tried once and then known.
@@ -110,18 +111,21 @@ class MedusaCPUModelRunner(CPUModelRunner):
         most = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens), WARM_UP_SIZES[-1])
         for size in [size for size in WARM_UP_SIZES if size <= most]:
             best = min(self._time_forward(size) for _ in range(4))
-            self.cost.observe(size, best)
+            self.drafting.cost.observe(size, best)
+        self.drafting.measure_heads()
 
     def log_choices(self) -> None:
         """One line that says what serves."""
         settings, heads = self.drafter.settings, self.drafter.heads
         tree = "dynamic trees" if settings.fixed_tree is None else "a fixed tree"
         logger.info(
-            "Medusa: %s of up to %d nodes%s from %d heads (%s); Model Runner V1, tree attention by %s, %s candidates.",
+            "Medusa: %s of up to %d nodes%s from %d heads%s (%s); "
+            "Model Runner V1, tree attention by %s, %s candidates.",
             tree,
             settings.num_speculative_tokens,
             ", fewer under load," if settings.adaptive else "",
             heads.config.num_heads if heads is not None else 0,
+            " and prompt lookup" if settings.prompt_lookup else "",
             settings.heads,
             {"c++": "the C++ kernel"}.get(active_kernel(), active_kernel()),
             settings.draft_sample_method,
@@ -140,8 +144,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """The host's forward pass, timed."""
         self._started = time.perf_counter()
         self.trees = None
-        self.book.forget(scheduler_output.finished_req_ids)
-        self.book.forget(scheduler_output.preempted_req_ids or ())
+        self.drafting.forget(scheduler_output.finished_req_ids)
+        self.drafting.forget(scheduler_output.preempted_req_ids or ())
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self.statistics.seconds["forward"] += time.perf_counter() - self._started
         return result
@@ -186,12 +190,12 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """The host's second half of a step: sampling (our walk and commit), bookkeeping, drafting; timed."""
         began = time.perf_counter()
         forward = began - self._started
-        tokens = self.trees.num_tokens if self.trees is not None and self.trees.pure_decode else 0
         output = super().sample_tokens(grammar_output)
-        seconds = forward + time.perf_counter() - began
-        if tokens:
+        trees, walk = self.trees, self.tree_sampler.walk
+        if trees is not None and walk is not None and trees.pure_decode:
+            seconds = forward + time.perf_counter() - began
             self.statistics.seconds["step"] += seconds
-            self.cost.observe(tokens, seconds)
+            self.drafting.learn(trees, walk.lengths.numpy(), seconds)
         return output
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -213,9 +217,17 @@ class MedusaCPUModelRunner(CPUModelRunner):
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
         lengths = walk.lengths.numpy()
         self.statistics.count(trees, roots, paths, walk.tokens.numpy(), lengths, decoding)
-        drafted = decoding & (trees.sizes > 0)
-        self.guard.watch(int(drafted.sum()), int((lengths[drafted] > 1).sum()))
+        if trees.num_nodes:
+            self._watch_heads(trees, paths, decoding)
         return output
+
+    def _watch_heads(self, trees: StepTrees, paths: npt.NDArray[np.int64], decoding: npt.NDArray[np.bool_]) -> None:
+        """Count how often a head's own candidate was accepted first; what only the text expected is not their merit."""
+        top_k = self.drafter.top_k
+        asked = decoding & ((trees.ranks >= 0) & (trees.ranks < top_k)).any(axis=1)
+        first = trees.accepted_ranks(paths)[:, :1]
+        accepted = asked & ((first >= 0) & (first < top_k)).any(axis=1)
+        self.guard.watch(int(asked.sum()), int(accepted.sum()))
 
     def _commit(self, trees: StepTrees, paths: npt.NDArray[np.int64]) -> None:
         """Move accepted nodes to the slots that follow the root, in this same step: the next one, or the prefix
@@ -270,66 +282,21 @@ class MedusaCPUModelRunner(CPUModelRunner):
         **kwargs: Any,
     ) -> list[list[int]]:
         """Draft from the hidden row of the last node on each path; requests that get no nodes get an empty list."""
+        trees, walk = self.trees, self.tree_sampler.walk
+        if trees is None or walk is None:
+            return [[] for _ in sampled_token_ids]
         with self._stage("propose"):
-            trees, walk = self.trees, self.tree_sampler.walk
-            drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-            asking = [row for row, tokens in enumerate(sampled_token_ids) if tokens and self._wants_draft(row)]
-            if trees is None or walk is None or not asking:
-                return drafts
-            chosen = np.array(asking)
-            hidden = sample_hidden_states[torch.from_numpy((trees.first_logit + _last_rows(walk))[chosen])]
-            draft = self._draft(asking, hidden, torch.tensor([sampled_token_ids[row][-1] for row in asking]))
-            sizes = draft.sizes
-            if self.drafter.settings.adaptive:
-                sizes = self.budget.share(draft.reach, draft.sizes, len(sampled_token_ids) - len(asking))
-            for position, row in enumerate(asking):
-                entry = self.book.put(self.input_batch.req_ids[row], draft, position, int(sizes[position]))
-                drafts[row] = entry.tokens
-        return drafts
+            return self.drafting.next_drafts(
+                sampled_token_ids, trees.first_logit + _last_rows(walk), sample_hidden_states
+            )
 
     def _draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
         """Trees for the batch's `rows`, from their hidden rows [len(rows), H] and root tokens int64 [len(rows)]."""
-        temperatures = self._drawing_temperatures(rows)
-        if temperatures is None:
-            return self.drafter.propose(hidden, roots)
-        seeded = self.input_batch.generators
-        generators = {place: seeded[row] for place, row in enumerate(rows) if row in seeded}
-        return self.drafter.propose(hidden, roots, temperatures, generators)
-
-    def _drawing_temperatures(self, rows: list[int]) -> Tensor | None:
-        """float32 [len(rows)], at which candidates are drawn; 0 where the likeliest are taken.
-
-        Under a grammar always the likeliest: a node that the grammar prunes would be missing from the draw.
-        """
-        if self.drafter.settings.draft_sample_method == "greedy":
-            return None
-        asked = [self.requests[self.input_batch.req_ids[row]].sampling_params for row in rows]
-        return torch.tensor([p.temperature if p and p.structured_outputs is None else 0.0 for p in asked])
+        return self.drafting.draft(rows, hidden, roots)
 
     def take_draft_token_ids(self) -> Any:
-        """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""
-        drafts = super().take_draft_token_ids()
-        if drafts is None:
-            return None
-        parents = {
-            request: entry.parents[: len(tokens)].tolist()
-            for request, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-            if tokens and self._has_grammar(request) and (entry := self.book.get(request, tokens)) is not None
-        }
-        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents) if parents else drafts
-
-    def _wants_draft(self, row: int) -> bool:
-        """Not when the next token is the request's last, and not under a thinking budget: the host counts calls."""
-        request = self.requests[self.input_batch.req_ids[row]]
-        params = request.sampling_params
-        if params is None or params.thinking_token_budget is not None:
-            return False
-        return params.max_tokens is None or len(request.output_token_ids) + 1 < params.max_tokens
-
-    def _has_grammar(self, request: str) -> bool:
-        state = self.requests.get(request)
-        params = state.sampling_params if state is not None else None
-        return params is not None and params.structured_outputs is not None
+        """What the scheduler fetches after a step."""
+        return self.drafting.with_shapes(super().take_draft_token_ids())
 
     # Figures ----------------------------------------------------------------------------------------------------
 
@@ -345,7 +312,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Totals since the last reset: see `Statistics.report`; `cost` is the step-time table learnt so far."""
         report = self.statistics.report()
         report["kernel"] = active_kernel()
-        report["cost"] = self.cost.table()
+        report["cost"] = self.drafting.cost.table()
         if reset:
             self.statistics = Statistics()
         return report

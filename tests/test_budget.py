@@ -1,0 +1,139 @@
+"""How many nodes are worth drafting, whether the heads are worth asking, and what promises are worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.budget import LEAST_TRUST, NodeBudget, Trust
+from vllm_medusa.cost import GRID, StepCost
+
+
+def steps(times: dict[int, float]) -> StepCost:
+    return StepCost.from_points(list(times.items()))
+
+
+def test_everything_is_drafted_until_costs_are_known():
+    sizes = np.array([3, 2])
+    assert NodeBudget(StepCost()).share(np.full((2, 3), 0.1, np.float32), sizes).tolist() == [3, 2]
+
+
+def test_free_nodes_are_all_taken_and_dear_ones_are_not():
+    reach = np.array([[0.9, 0.5, 0.2, 0.01]], dtype=np.float32)
+    size = np.array([4])
+    assert NodeBudget(steps({1: 1.0, 5: 1.0001})).share(reach, size).tolist() == [4]
+    assert NodeBudget(steps({1: 1.0, 2: 1.95})).share(reach, size).tolist() == [0]
+    assert NodeBudget(steps({1: 1.0, 2: 1.2, 3: 1.4, 4: 1.7, 5: 2.0})).share(reach, size).tolist() == [2]
+
+
+def test_sure_requests_get_the_nodes():
+    reach = np.array([[0.1, 0.05], [0.95, 0.9], [0.4, 0.1]], dtype=np.float32)
+    shared = NodeBudget(steps({3: 1.0, 5: 1.05, 6: 1.5, 9: 3.0})).share(reach, np.array([2, 2, 2]))
+    assert shared.tolist() == [0, 2, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_share_is_the_best_one(seed):
+    """Against brute force over all numbers of nodes, taken in order of probability."""
+    rng = np.random.default_rng(seed)
+    batch, width = int(rng.integers(1, 5)), int(rng.integers(1, 7))
+    reach = -np.sort(-rng.random((batch, width)).astype(np.float32), axis=1)
+    sizes = rng.integers(0, width + 1, batch)
+    times = np.cumsum(rng.random(6)) + 1
+    cost = steps(dict(zip((1, 4, 8, 12, 20, 40), times.tolist(), strict=True)))
+    shared = NodeBudget(cost, hysteresis=0.0).share(reach, sizes)
+    assert ((shared >= 0) & (shared <= sizes)).all()
+
+    def rate(gain: float, nodes: int) -> float:
+        return (batch + gain) / float(cost.seconds(batch + nodes))
+
+    offered = np.sort(np.concatenate([reach[b, : sizes[b]] for b in range(batch)]))[::-1]
+    best = max(rate(float(offered[:n].sum()), n) for n in range(len(offered) + 1))
+    got = rate(float(sum(reach[b, : shared[b]].sum() for b in range(batch))), int(shared.sum()))
+    assert got == pytest.approx(best, rel=1e-5)
+
+
+def test_it_does_not_flutter_and_recovers():
+    cost = steps({1: 1.0, 9: 1.01, 17: 1.02})
+    budget = NodeBudget(cost, explore_every=10**9)
+    rng = np.random.default_rng(0)
+    reach = np.linspace(0.6, 0.02, 16, dtype=np.float32)[None]
+    seen = [int(budget.share(reach * rng.uniform(0.98, 1.02), np.array([16]))[0]) for _ in range(50)]
+    assert len(set(seen)) == 1
+    for size in (9, 17):  # load rises: the same tokens now cost nine times as much
+        for _ in range(250):
+            cost.observe(size, 9.0)
+    assert int(budget.share(reach, np.array([16]))[0]) == 0
+    for size in (9, 17):
+        for _ in range(100):
+            cost.observe(size, 1.01)
+    assert int(budget.share(reach, np.array([16]))[0]) >= 8
+
+
+def test_other_sizes_are_tried_now_and_then():
+    budget = NodeBudget(steps({1: 1.0, 9: 1.01, 17: 1.02, 33: 9.0}), explore_every=8)
+    reach = np.linspace(0.9, 0.3, 30, dtype=np.float32)[None]
+    seen = {int(budget.share(reach, np.array([30]))[0]) for _ in range(40)}
+    assert len(seen) >= 2
+    assert sorted(GRID) == list(GRID)
+
+
+def test_heads_that_cost_more_than_they_bring_are_asked_only_now_and_then():
+    budget = NodeBudget(steps({1: 1.0, 64: 8.0}), retry_every=20)
+    budget.heads_cost.observe(32, 0.5)
+    reach, sizes = np.full((32, 4), 0.1, np.float32), np.full(32, 4)
+    nothing = np.zeros((32, 0), np.float32)
+    asked = 0
+    for _ in range(200):
+        if budget.asks_heads(32):
+            asked += 1
+            budget.share(reach, sizes, without_heads=nothing)
+        else:
+            budget.share(np.zeros((32, 0), np.float32), np.zeros(32, np.int64))
+    assert 8 <= asked <= 8 + 200 // 20 + 1
+    assert budget.asks_heads(1)  # another load: nothing is known, so they are
+
+
+def test_heads_that_pay_again_are_asked_again():
+    budget = NodeBudget(steps({1: 1.0, 64: 1.5}), retry_every=4)
+    budget.heads_cost.observe(2, 0.2)
+    nothing, sizes = np.zeros((2, 0), np.float32), np.full(2, 4)
+    for reach, wanted in ((0.01, False), (0.9, True), (0.01, False)):
+        for _ in range(200):
+            if budget.asks_heads(2):
+                budget.share(np.full((2, 4), reach, np.float32), sizes, without_heads=nothing)
+        assert budget._habits[2].asks is wanted
+
+
+def test_what_a_lookup_promises_is_not_the_heads_merit():
+    budget = NodeBudget(steps({1: 1.0, 64: 1.5}))
+    budget.heads_cost.observe(1, 0.05)
+    same = np.array([[0.9, 0.8]], np.float32)
+    for _ in range(20):
+        budget.share(same, np.array([2]), without_heads=same)
+    assert not budget._habits[1].asks
+
+
+def test_broken_promises_shrink_trees_to_nothing_and_kept_ones_bring_them_back():
+    budget = NodeBudget(steps({1: 1.0, 9: 1.3}))
+    reach, sizes = np.full((1, 8), 0.5, np.float32), np.array([8])
+    assert int(budget.share(reach, sizes)[0]) == 8
+    for _ in range(400):
+        budget.trust.learn(4.0, 0.0)
+    assert budget.trust.share == LEAST_TRUST
+    assert int(budget.share(reach, sizes)[0]) == 0
+    for _ in range(400):
+        budget.trust.learn(4.0, 4.0)
+    assert budget.trust.share == pytest.approx(1.0, abs=0.06)
+    assert int(budget.share(reach, sizes)[0]) == 8
+
+
+def test_trust_is_a_share_of_what_was_promised():
+    rng = np.random.default_rng(0)
+    trust = Trust()
+    for _ in range(2000):
+        trust.learn(3.0, float(rng.binomial(6, 0.3)))  # 1.8 of 3
+    assert trust.share == pytest.approx(0.6, abs=0.06)

@@ -1,0 +1,169 @@
+"""What is drafted after a step on Model Runner V1: for which requests, from which sources, how much."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm_medusa.budget import NodeBudget
+from vllm_medusa.cost import StepCost
+from vllm_medusa.host.grammar import TreeDraftTokenIds
+from vllm_medusa.host.trees import DraftBook, StepTrees
+from vllm_medusa.proposer import MedusaProposer, TreeDraft
+from vllm_medusa.tree.lookup import Expected, Lookups
+
+if TYPE_CHECKING:
+    from vllm_medusa.host.v1.runner import MedusaCPUModelRunner
+
+DEEPEST_LOOKUP = 32  # tokens of a request's own text that a tree may hold in one path
+HEADS_SIZES = (1, 2, 4, 8, 16, 32)  # requests, at which asking the heads is timed before serving
+
+
+class Drafting:
+    """Drafts of one engine: from the heads, from requests' own texts, as many nodes as pay.
+
+    Attributes:
+        book: drafts by request, until they are scheduled.
+        cost: seconds of a step by its tokens, without the heads.
+        budget: shares nodes among requests.
+        lookups: what requests' own texts expect next.
+        heads_seconds: spent on asking the heads since `cost` last looked.
+    """
+
+    def __init__(self, runner: MedusaCPUModelRunner, proposer: MedusaProposer) -> None:
+        """Draft for the requests of `runner` with the heads of `proposer`."""
+        self._runner = runner
+        self.proposer = proposer
+        self.settings = proposer.settings
+        self.book = DraftBook()
+        self.cost = StepCost()
+        self.budget = NodeBudget(self.cost)
+        self.lookups = Lookups()
+        self.heads_seconds = 0.0
+        self._asked = True
+
+    def forget(self, requests: Any) -> None:
+        """Drop what is known of requests that ended."""
+        self.book.forget(requests)
+        self.lookups.forget(requests)
+
+    def next_drafts(
+        self, emitted: list[list[int]], last_logit: npt.NDArray[np.int64], hidden_rows: Tensor
+    ) -> list[list[int]]:
+        """Draft for every request that can use it, and remember the trees.
+
+        Args:
+            emitted: R lists, tokens of this step.
+            last_logit: int64 [R], among the step's rows of logits the one on which each walk ended.
+            hidden_rows: [rows of logits, H].
+
+        Returns:
+            R lists of node tokens, empty where nothing is drafted.
+        """
+        drafts: list[list[int]] = [[] for _ in emitted]
+        asking = [row for row, tokens in enumerate(emitted) if tokens and self._wants_draft(row)]
+        if not asking:
+            return drafts
+        others = len(emitted) - len(asking)
+        self._asked = not self.settings.adaptive or self.budget.asks_heads(len(asking), others)
+        hidden = hidden_rows[torch.from_numpy(last_logit[asking])] if self._asked else hidden_rows[:0]
+        draft = self._runner._draft(asking, hidden, torch.tensor([emitted[row][-1] for row in asking]))
+        sizes = draft.sizes
+        if self.settings.adaptive:
+            sizes = self.budget.share(draft.reach, draft.sizes, others, without_heads=draft.lookup_reach)
+        ids = self._runner.input_batch.req_ids
+        for position, row in enumerate(asking):
+            if sizes[position] > 0:
+                drafts[row] = self.book.put(ids[row], draft, position, int(sizes[position])).tokens
+        return drafts
+
+    def draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
+        """Trees for the batch's `rows`, from texts alone if the heads are not worth asking.
+
+        Arguments as in `MedusaProposer.propose`.
+        """
+        expected = self._expected(rows)
+        if not self._asked:
+            return self.proposer.from_texts(expected)
+        began = time.perf_counter()
+        temperatures = self._drawing_temperatures(rows)
+        generators = None
+        if temperatures is not None:
+            seeded = self._runner.input_batch.generators
+            generators = {place: seeded[row] for place, row in enumerate(rows) if row in seeded}
+        draft = self.proposer.propose(hidden, roots, temperatures, generators, expected)
+        self.heads_seconds += time.perf_counter() - began
+        self.budget.heads_cost.observe(len(rows), self.heads_seconds)
+        return draft
+
+    def learn(self, trees: StepTrees, lengths: npt.NDArray[np.int64], seconds: float) -> None:
+        """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
+        self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
+        self.heads_seconds = 0.0
+        ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
+        promised = float(trees.reach.sum())
+        if promised > 0.0:
+            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0]].sum()))
+
+    def measure_heads(self) -> None:
+        """Time the heads, which also builds what is built on first use."""
+        heads = self.proposer.heads
+        assert heads is not None
+        weight = heads.unembedding_weight()
+        for size in [size for size in HEADS_SIZES if size <= self._runner.max_num_reqs]:
+            hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
+            for _ in range(3):
+                began = time.perf_counter()
+                self.proposer.propose(hidden, roots, expected=Expected.nothing(size, 1))
+                seconds = time.perf_counter() - began
+            self.budget.heads_cost.observe(size, seconds)
+
+    def with_shapes(self, drafts: Any) -> Any:
+        """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""
+        if drafts is None:
+            return None
+        parents = {
+            request: entry.parents[: len(tokens)].tolist()
+            for request, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if tokens and self._has_grammar(request) and (entry := self.book.get(request, tokens)) is not None
+        }
+        return TreeDraftTokenIds(drafts.req_ids, drafts.draft_token_ids, parents) if parents else drafts
+
+    def _expected(self, rows: list[int]) -> Expected:
+        if not self.settings.prompt_lookup:
+            return Expected.nothing(len(rows))
+        batch = self._runner.input_batch
+        texts = [
+            (batch.req_ids[row], batch.token_ids_cpu[row], int(length))
+            for row, length in zip(rows, batch.num_tokens_no_spec[rows], strict=True)
+        ]
+        return self.lookups.follow(texts, min(DEEPEST_LOOKUP, self.settings.num_speculative_tokens))
+
+    def _drawing_temperatures(self, rows: list[int]) -> Tensor | None:
+        """float32 [len(rows)], at which candidates are drawn; 0 where the likeliest are taken.
+
+        Under a grammar always the likeliest: a node that the grammar prunes would be missing from the draw.
+        """
+        if self.settings.draft_sample_method == "greedy":
+            return None
+        asked = [self._runner.requests[self._runner.input_batch.req_ids[row]].sampling_params for row in rows]
+        return torch.tensor([p.temperature if p and p.structured_outputs is None else 0.0 for p in asked])
+
+    def _wants_draft(self, row: int) -> bool:
+        """Not when the next token is the request's last, and not under a thinking budget: the host counts calls."""
+        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
+        params = request.sampling_params
+        if params is None or params.thinking_token_budget is not None:
+            return False
+        return params.max_tokens is None or len(request.output_token_ids) + 1 < params.max_tokens
+
+    def _has_grammar(self, request: str) -> bool:
+        state = self._runner.requests.get(request)
+        params = state.sampling_params if state is not None else None
+        return params is not None and params.structured_outputs is not None
