@@ -1,15 +1,9 @@
-"""The compiled kernel: built on first use by the compiler that vLLM's CPU path needs too, called through ctypes."""
+"""The compiled kernel, called through ctypes."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,12 +14,11 @@ from torch import Tensor
 
 from vllm_medusa.attention.inputs import TreeInputs
 from vllm_medusa.attention.layout import KeyLayout
+from vllm_medusa.compiled import CannotBuild, load_library
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-_BUILD_SECONDS = 300
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _Address, _Number, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -199,55 +192,12 @@ class SlotMover:
 
 @lru_cache(maxsize=1)
 def load_kernel() -> Kernel | None:
-    """The compiled kernel, built if this machine has none yet (a few seconds); None, said once in the log, if it
-    cannot be built.
-
-    Builds go to torch's folder for extensions (TORCH_EXTENSIONS_DIR, or the user's cache), named by everything that
-    they depend on, and appear there at once and whole: processes that start together do not disturb each other.
-    """
+    """The compiled kernel of this machine; None, said once in the log, if it cannot be built (see compiled.py)."""
     try:
-        return Kernel(ctypes.CDLL(str(_build())))
-    except FileNotFoundError:
-        reason = "there is no C++ compiler; install g++ or name one in CXX"
-    except subprocess.CalledProcessError as error:
-        reason = f"the C++ compiler failed: {error.stderr.strip()[-800:]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    logger.warning("Tree attention runs without its compiled kernel, slower on long texts: %s", reason)
-    return None
-
-
-def _build() -> Path:
-    """Path of the built library. Torch is imported above: its OpenMP runtime is there already, and becomes ours."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++"))), None)
-    if compiler is None:
-        raise FileNotFoundError("g++")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = hashlib.sha256("\0".join([compiler, version, *_FLAGS, _processor()]).encode())
-    for file in (_SOURCE, *sorted(_SOURCE.with_name("kernel").glob("*.h"))):
-        key.update(file.read_bytes())
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
-    library = folder / f"cpu_kernel_{key.hexdigest()[:20]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        unfinished = Path(place) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(unfinished)]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
-        unfinished.replace(library)
-    return library
-
-
-def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+        return Kernel(load_library(_SOURCE, list(_SOURCE.with_name("kernel").glob("*.h"))))
+    except CannotBuild as error:
+        logger.warning("Tree attention runs without its compiled kernel, slower on long texts: %s", error)
+        return None
 
 
 def _read(layout: KeyLayout) -> _Places:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads import native
 from vllm_medusa.heads.config import HeadsConfig, is_padding
 
 _FEW_ROWS = 128
@@ -205,6 +206,11 @@ class MedusaHeads(nn.Module):
         """The `k` likeliest tokens of every head. Arguments as in `states`; see `Candidates` for the result."""
         assert self._scale is not None, "bind comes first"
         logits = self._logits(self.states(hidden, root_tokens))
+        rows, heads = logits.shape[:2]
+        found = native.best_tokens(logits.flatten(0, 1), self._scale.flatten().repeat(rows), k)
+        if found is not None:
+            places, probabilities = (part.view(rows, heads, k) for part in found)
+            return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
         scaled = logits.to(torch.float32, memory_format=torch.contiguous_format).mul_(self._scale)
         values, places = _largest(scaled, k)
         probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp_()
@@ -223,7 +229,10 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
     On a CPU, oneDNN packs the right matrix anew at every call. For few rows that costs more than the product, so
     there the large matrix goes to the left (8192 x 576 in bfloat16, 4 rows: 0.6 ms in place of 1.0 on one core).
+    One or two rows take a kernel of ours.
     """
+    if rows.ndim == 2 and (found := native.product(rows, weight)) is not None:
+        return found
     if rows.device.type == "cpu" and rows.shape[-2] <= _FEW_ROWS:
         return (weight @ rows.transpose(-1, -2)).transpose(-1, -2)
     return rows @ weight.transpose(-1, -2)
