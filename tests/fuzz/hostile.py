@@ -129,7 +129,8 @@ class World:
         """
         self.name, self.model, self.heads = name, model, heads
         self.whole_cache = whole_cache
-        self.plain = start(model, **OPTIONS)
+        self.options = {**OPTIONS, "skip_tokenizer_init": name != "speaker"}
+        self.plain = start(model, **self.options)
         self.totals = Totals()
         self.truths: dict[Any, list[int]] = {}
         self.running: dict[str, Running] = {}
@@ -140,7 +141,7 @@ class World:
         self.broken = False
         medusa = {"num_speculative_tokens": MAX_NODES, "adaptive": False}
         self.trees: Engine = start(
-            self.model, self.heads, **OPTIONS, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
+            self.model, self.heads, **self.options, enable_prefix_caching=True, num_gpu_blocks_override=BLOCKS,
             scheduling_policy="priority", medusa=medusa,
         )  # fmt: skip
         self.engine = self.trees.llm.llm_engine
@@ -355,8 +356,9 @@ class World:
         if unfinished:
             raise Violation("lost", f"requests {unfinished} never finished")
         runner = self.trees.runner
-        if len(runner.book):
-            raise Violation("stale tree", f"{sorted(runner.book._drafts)} are kept")
+        if len(runner.book) or self.scheduler._grammar_trees:
+            kept = [*runner.book._drafts, *self.scheduler._grammar_trees]
+            raise Violation("stale tree", f"{sorted(kept)} are kept")
         if runner.requests or runner.input_batch.num_reqs or self.scheduler.requests:
             raise Violation("left over", f"{sorted(runner.requests)} {sorted(self.scheduler.requests)}")
         if self.pool.get_num_free_blocks() != self.free:
@@ -408,8 +410,11 @@ def _key(ask: Ask) -> Any:
 
 def _params(ask: Ask, tokens: int) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     fields = dict(ask.sampling)
+    if "grammar" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields.pop("grammar"))
     least = min(fields.pop("min_tokens", 0), tokens)
     return SamplingParams(max_tokens=tokens, min_tokens=least, **fields)
 

@@ -30,6 +30,11 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.3, "min_p": 0.05, "repetition_penalty": 1.1},
     {"temperature": 0.8, "min_tokens": 5, "stop_token_ids": list(range(20, 60))},
 ]
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "(red|green|blue)( and (red|green|blue)){2,9}"},
+    {"regex": "[0-9]{3}(, [0-9]{3})+[.]"},
+    {"choice": ["red", "red and blue and green", "red and blue and red"]},
+]
 Answer = Callable[[str, "Ask"], list[int]]
 
 
@@ -135,7 +140,7 @@ def draw(seed: int, models: Sequence[str], answer: Answer) -> Schedule:
     nodes = int(rng.choice([1, 2, 3, 5, 8, 12, 16, 24, 31, 32, 33, 63, 64, 65, MAX_NODES]))
     padding = bool(rng.random() < 0.7)
     least = 1 + nodes if padding else 4  # less, and the host never finds room for a padded request
-    max_len = int(rng.choice([MAX_LEN, int(rng.integers(24, 140))]))
+    max_len = int(rng.choice([MAX_LEN, int(rng.integers(24, 70)), int(rng.integers(60, 140))]))
     schedule = Schedule(
         seed=seed,
         model=str(rng.choice(list(models))),
@@ -144,7 +149,7 @@ def draw(seed: int, models: Sequence[str], answer: Answer) -> Schedule:
         budget=int(rng.choice([least, least + int(rng.integers(0, 20)), 64 + least, 256])),
         piece=0 if padding else int(rng.choice([0, 0, int(rng.integers(3, 40))])),
         max_len=max_len,
-        spare_blocks=int(rng.choice([0, 0, 1, 2, 3, 64])),
+        spare_blocks=int(rng.choice([0, 0, 1, 2, 4, 64])),
         by_priority=bool(rng.random() < 0.4),
         padding=padding,
         fresh=bool(rng.random() < 0.3),
@@ -158,7 +163,7 @@ def draw(seed: int, models: Sequence[str], answer: Answer) -> Schedule:
     topics = np.random.default_rng([21, seed % 4 if rng.random() < 0.5 else seed])
     bases = [topics.integers(2, EOS, MAX_LEN).tolist() for _ in range(3)]
     asks: list[Ask] = []
-    for number in range(int(rng.integers(1, 11))):
+    for number in range(int(rng.integers(2, 13))):
         asks.append(_ask(rng, number, bases, asks, max_len, answer, schedule.model))
     return replace(schedule, asks=asks)
 
@@ -173,11 +178,13 @@ def _ask(
     model: str,
 ) -> Ask:
     sampling = dict(SAMPLING[int(rng.integers(0, len(SAMPLING))) if rng.random() < 0.5 else 0])
+    if model == "speaker" and rng.random() < 0.7:
+        sampling = {"temperature": sampling["temperature"], "grammar": GRAMMARS[int(rng.integers(0, len(GRAMMARS)))]}
     if sampling["temperature"] > 0:
         sampling["seed"] = int(rng.integers(0, 2**31))
-    if rng.random() < 0.6:
+    if rng.random() < 0.6 and "grammar" not in sampling:
         sampling["ignore_eos"] = True
-    kinds = ["one token", "short", "shared", "nearly shared", "whole blocks", "whole blocks", "again", "goes on"]
+    kinds = ["one token", "short", "shared", "nearly shared", "whole blocks", "again", "again", "goes on"]
     kind = str(rng.choice(kinds))
     base = bases[int(rng.integers(0, len(bases)))]
     length = int(rng.integers(1, 120))
@@ -192,7 +199,7 @@ def _ask(
     elif kind == "again" and earlier:
         before = earlier[int(rng.integers(0, len(earlier)))]
         blocks = (len(before.prompt) - 1) // BLOCK
-        prompt = before.prompt[: BLOCK * blocks + 1] if blocks and rng.random() < 0.6 else list(before.prompt)
+        prompt = before.prompt[: BLOCK * blocks + 1] if blocks and rng.random() < 0.7 else list(before.prompt)
         arrives = before.arrives + int(rng.integers(0, 20))
     elif kind == "goes on" and earlier:
         before = earlier[int(rng.integers(0, len(earlier)))]

@@ -31,7 +31,6 @@ import pytest
 import torch
 from hostile import World
 from schedules import BLOCK, EOS, Ask, Schedule
-from tiny_models import MODELS
 
 pytestmark = pytest.mark.slow  # engines start
 Watch = Callable[[str, str, Callable[[Any], Any]], list[Any]]
@@ -90,7 +89,7 @@ def test_a_path_is_committed_in_every_kv_cache_group(worlds, rewrites):
     assert world.totals.blocks >= before + 8, "both groups' cached blocks equal a recomputation"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_positions_are_depths_and_slots_are_flat(worlds, seen, model):
     def note(runner: Any) -> Any:
         count = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
@@ -160,7 +159,7 @@ def test_nothing_is_drafted_from_half_a_prompt(worlds, monkeypatch):
     assert world.totals.prompt_pieces > pieces + 6 and drafted
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_the_heads_see_the_row_that_produced_the_root(worlds, monkeypatch, model):
     """Truth is planted only where the hidden row leads to the root again: from wrong rows nothing would be accepted."""
     from hostile import Script
@@ -241,7 +240,7 @@ def test_lengths_know_nothing_of_drafts_that_were_not_scheduled(worlds, seen):
 
 
 @pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_acceptance_after_a_full_prefix_hit(worlds, model, padding):
     """All but the last token of a prompt comes from the cache; the next step accepts a path."""
     world = worlds[model]
@@ -267,3 +266,16 @@ def test_a_full_prefix_hit_beside_limits_smaller_than_a_tree(worlds, limit):
         Ask(prompt(3, 71), 20, sampling=GREEDY, number=2, arrives=9),
     ]
     world.run(schedule("llama", requests, nodes=24, **limit))
+
+
+def test_drafts_of_the_heads_themselves_leave_nothing_behind(worlds):
+    world = worlds["llama"]
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12)
+    world.trees.tokens([prompt(length, 90 + length) for length in (3, 40, 70)], params)
+    world.engine.step()  # in which the worker hears that they ended
+    runner = world.trees.runner
+    assert not len(runner.book) and not runner.requests
+    drafting = getattr(runner, "drafting", None)
+    assert drafting is None or not len(drafting.lookups)
