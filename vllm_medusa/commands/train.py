@@ -71,6 +71,7 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option()] = 0,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not compile the model.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Make heads for a model: it answers the prompts, heads learn from its hidden rows and are calibrated.
@@ -103,7 +104,9 @@ def train(
             root_conditioned=root_conditioned,
             unembedding=unembedding,
             draft_vocab_size=draft_vocab_size or None,
-            answers=AnswerOptions(temperatures=parse_temperatures(temperatures), seed=seed),
+            answers=AnswerOptions(
+                temperatures=parse_temperatures(temperatures), seed=seed, enforce_eager=enforce_eager
+            ),
             loop=LoopOptions(epochs, batch_size, learning_rate, loss=loss, seed=seed),
         )
         run_training(options, Console())

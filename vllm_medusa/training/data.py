@@ -33,6 +33,7 @@ class AnswerOptions:
     temperatures: tuple[float, ...] = (0.0,)  # one pass over all prompts each, until there are tokens enough; 0: greedy
     seed: int = 0
     dtype: str = "bfloat16"
+    enforce_eager: bool = False  # do not compile the target: starts sooner, answers more slowly
 
 
 def record_answers(
@@ -126,6 +127,7 @@ class AnsweringEngine:
                 dtype=self._options.dtype,
                 max_model_len=self._options.max_model_len,
                 max_num_seqs=self._options.batch_size,
+                enforce_eager=self._options.enforce_eager,
                 enable_prefix_caching=False,
                 async_scheduling=False,
                 seed=self._options.seed,

@@ -17,6 +17,7 @@ from vllm_medusa.training.prompts import read_prompts, read_texts, render_prompt
 from vllm_medusa.training.self_prompts import invent_prompts
 
 RECIPE = "recipe.json"
+_MAY_DIFFER = ("temperatures", "enforce_eager")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def _questions(options: TrainOptions) -> tuple[str, list[str]]:
 def _check_recipe(folder: Path, options: TrainOptions, prompts: list[str]) -> None:
     """Rows of an earlier run serve only if target, prompts and the way of answering are the same.
 
-    Temperatures are not part of that: each shard says its own, and more of them may be added later.
+    Temperatures are not part of that: each shard says its own, and more of them may be added later. Nor is whether the
+    target was compiled.
     """
     recipe = {
         "model": str(Path(options.model).resolve()),
@@ -127,7 +129,7 @@ def _check_recipe(folder: Path, options: TrainOptions, prompts: list[str]) -> No
         "held_out": options.held_out,
         "self_prompts": options.self_prompts,
         "text_tokens": options.text_tokens if options.texts is not None else None,
-        **{name: value for name, value in asdict(options.answers).items() if name != "temperatures"},
+        **{name: value for name, value in asdict(options.answers).items() if name not in _MAY_DIFFER},
     }
     file = folder / RECIPE
     if file.exists():
