@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where the development-only prompt files lie (heads, bench).
 DATA ?= ../shared/data
+# Heads for vLLM's own Medusa, which cannot serve the bundled ones: plain ones (vllm-medusa train --plain), or none.
+NATIVE_HEADS ?=
+comma := ,
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: help venv demo test test-fast test-long check heads bench clean
@@ -15,7 +18,7 @@ help:
 	@echo "make test        all tests, under twenty minutes"
 	@echo "make test-long   SmolLM2 in full: every tree, 16 prompts of 128 tokens at batch 1, 4 and 16; 2,000 fuzzed schedules (two hours)"
 	@echo "make check       ruff, mypy, import boundaries"
-	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA)"
+	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA) (NATIVE_HEADS=DIR adds native-chain)"
 	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA) (about two hours on two cores)"
 	@echo "make clean       remove caches and build output, keep $(VENV)"
 
@@ -77,7 +80,8 @@ heads: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/vllm-medusa bench $(foreach set,mt_bench humaneval gsm8k,--data $(DATA)/$(set).jsonl) \
-	  --methods none,medusa,medusa-static,medusa-chain,native-chain,ngram --batch-sizes 1,4 \
+	  --methods none,medusa,medusa-static,medusa-chain,$(if $(NATIVE_HEADS),native-chain$(comma))ngram \
+	  --batch-sizes 1,2,4,8,16,32 $(if $(NATIVE_HEADS),--native-heads '$(NATIVE_HEADS)') --show-cost \
 	  --json out/bench.json --plot out/bench.png $(ARGS)
 
 clean:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,32 +50,66 @@ def run(*arguments: object, cwd: Path) -> str:
     return result.stdout
 
 
-def test_bench(model: str, plain_heads: Path, tmp_path: Path) -> None:
-    """float32: every method gives plain vLLM's tokens; the JSON says what was done and how."""
-    data = tmp_path / "two.jsonl"
-    data.write_text('{"prompt": "Count from 1 to 30."}\n{"turns": ["Name five animals, one per line."]}\n')
-    table = run(
-        "bench", "--model", model, "--data", data, "--methods", "medusa,native-chain",
-        "--native-heads", plain_heads,
-        "--batch-sizes", "1,2", "--max-tokens", 24, "--rounds", 1, "--dtype", "float32", "--enforce-eager",
-        "--json", "out.json", "--plot", "out.png", cwd=tmp_path,
-    )  # fmt: skip
-    assert "native-chain" in table
-    assert (tmp_path / "out.png").exists()
-    found = json.loads((tmp_path / "out.json").read_text())
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"prompt": "Count from 1 to 30."}\n{"turns": ["Name five animals, one per line."]}\n')
+    return path
+
+
+SMALL = ("--batch-sizes", "1,2", "--max-tokens", 24, "--rounds", 1, "--dtype", "float32", "--enforce-eager")
+
+
+def check_runs(found: dict[str, Any], method: str) -> None:
+    """What every bench promises: each method at each size, plain vLLM's tokens in float32, where it was measured."""
     assert {(run["method"], run["batch_size"]) for run in found["runs"]} == {
-        (method, size) for method in ("none", "medusa", "native-chain") for size in (1, 2)
+        (name, size) for name in ("none", method) for size in (1, 2)
     }
     for run_ in found["runs"]:
         assert run_["dataset"] == "two"
         assert run_["identical_to_none"] == 1.0, run_
-        assert (run_["overhead_share"] is not None) == (run_["method"] == "medusa")
+        assert run_["prompts"] == 2 and 2 <= run_["output_tokens"] <= 48 and run_["steps"] > 0
         assert run_["mean_accepted_length"] >= 1.0
-    medusa = next(run for run in found["runs"] if run["method"] == "medusa")
-    assert medusa["drafted_nodes_per_step"] > 0
-    assert {ratio["method"] for ratio in found["ratios"]} == {"medusa", "native-chain"}
+    drafted = [run["drafted_nodes_per_step"] for run in found["runs"] if run["method"] == method]
+    assert all(nodes > 0 for nodes in drafted)
+    assert {ratio["method"] for ratio in found["ratios"]} == {method}
     assert found["provenance"]["environment"]["OMP_NUM_THREADS"]
-    assert found["provenance"]["engine"]["none"]["dtype"] == "float32"
+    for facts in found["provenance"]["engine"].values():
+        assert facts["dtype"] == "float32"
+        assert sum(facts["peak_resident_mib"].values()) > 200.0
+
+
+def test_bench(model: str, plain_heads: Path, data: Path, tmp_path: Path) -> None:
+    """vLLM's own Medusa, our plugin off; the demo's test measures ours."""
+    table = run(
+        "bench", "--model", model, "--data", data, "--methods", "native-chain", "--native-heads", plain_heads,
+        *SMALL, "--json", "out.json", "--plot", "out.png", cwd=tmp_path,
+    )  # fmt: skip
+    assert "native-chain" in table
+    assert (tmp_path / "out.png").exists()
+    found = json.loads((tmp_path / "out.json").read_text())
+    check_runs(found, "native-chain")
+    assert all(run["ttft_p50"] is None and run["overhead_share"] is None for run in found["runs"])
+    assert "cost" not in found
+
+
+@pytest.mark.server
+def test_bench_of_servers(model: str, data: Path, tmp_path: Path) -> None:
+    """The same over HTTP: latencies besides, and what the engine has learnt of the cost of a step."""
+    shown = run(
+        "bench", "--server", "--model", model, "--data", data, "--methods", "medusa", "--show-cost",
+        *SMALL, "--json", "out.json", cwd=tmp_path,
+    )  # fmt: skip
+    assert "ttft p50" in shown and "break-even" in shown
+    found = json.loads((tmp_path / "out.json").read_text())
+    check_runs(found, "medusa")
+    for run_ in found["runs"]:
+        assert 0.0 < run_["itl_p50"] <= run_["itl_p99"] < run_["seconds"]
+        assert 0.0 < run_["ttft_p50"] <= run_["ttft_p99"] < run_["seconds"]
+        assert (run_["overhead_share"] is not None) == (run_["method"] == "medusa")
+        assert (run_["mean_accepted_length"] == 1.0) == (run_["method"] == "none")
+    assert [row["batch_size"] for row in found["cost"]["medusa"]["nodes"]] == [1, 2]
+    assert all(row["milliseconds"] > 0 for row in found["cost"]["medusa"]["steps"])
 
 
 def test_demo(model: str, tmp_path: Path) -> None:
@@ -97,4 +132,7 @@ def test_demo(model: str, tmp_path: Path) -> None:
     assert "──" in shown
     assert shown.strip().splitlines()[-1].startswith("Medusa trees: ")
     assert "100.0% identical tokens" in shown.replace("\n", " ")
-    assert json.loads((tmp_path / "out.json").read_text())["ratios"]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["ratios"]
+    for run_ in found["runs"]:
+        assert (run_["overhead_share"] is not None) == (run_["method"] == "medusa")

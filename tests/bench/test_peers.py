@@ -1,10 +1,13 @@
 """What each method asks of vLLM."""
 
+import json
+from itertools import pairwise
+
 import pytest
 
-from vllm_medusa.bench.engine import root_cause
 from vllm_medusa.bench.peers import PEERS, choose_peers, peer_environment, shared_environment, speculative_config
 from vllm_medusa.bench.run import Settings
+from vllm_medusa.bench.serving import serve_arguments
 from vllm_medusa.errors import MedusaError
 
 
@@ -39,7 +42,8 @@ def test_threads_are_the_same_for_all_and_the_users_win() -> None:
         environment = peer_environment(peer, user)
         assert shared.items() <= environment.items()
         assert environment["PATH"] == "/bin"
-        assert (environment.get("VLLM_PLUGINS") == "") is not peer.our_plugin
+        # The plugin that only lets `vllm serve` start changes nothing in how it serves.
+        assert (environment.get("VLLM_PLUGINS") == "medusa_wheel_name") is not peer.our_plugin
 
 
 def test_engines_differ_in_speculation_only() -> None:
@@ -51,12 +55,15 @@ def test_engines_differ_in_speculation_only() -> None:
     assert engines[0]["max_num_seqs"] == 4
 
 
-def test_root_cause_is_the_first_exception() -> None:
-    log = (
-        "(EngineCore pid=12) ERROR 11-30 03:00:00 [core.py:1:] Traceback (most recent call last):\n"
-        "(EngineCore pid=12) ERROR 11-30 03:00:00 [core.py:1]   File 'x.py'\n"
-        "(EngineCore pid=12) ERROR 11-30 03:00:00 [core.py:1] my.errors.MedusaError: medusa: tree=[]: give one\n"
-        "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    assert root_cause(log) == "my.errors.MedusaError: medusa: tree=[]: give one"
-    assert root_cause("INFO all is well") is None
+def test_servers_get_the_same_settings() -> None:
+    settings = Settings("my-model", "my-heads", batch_sizes=(1, 4), dtype="float32", enforce_eager=True, server=True)
+    arguments = serve_arguments(settings.engine(PEERS["medusa"]), 8123)
+    assert arguments[:2] == ["serve", "my-model"]
+    given = dict(pairwise(arguments))
+    assert given["--port"] == "8123"
+    assert given["--dtype"] == "float32"
+    assert given["--max-num-seqs"] == "4"
+    assert given["--generation-config"] == "vllm"  # offline, the model's own defaults do not count either
+    assert json.loads(given["--speculative-config"]) == {"method": "medusa", "tree": "dynamic", "model": "my-heads"}
+    assert "--enforce-eager" in arguments and "--no-enable-prefix-caching" in arguments
+    assert "--speculative-config" not in serve_arguments(settings.engine(PEERS["none"]), 8123)

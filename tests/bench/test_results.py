@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllm_medusa.bench.report import plot, table, write_json
-from vllm_medusa.bench.results import Results, common_prefix, measure
+from vllm_medusa.bench.report import latency_table, memory_line, table, write_json
+from vllm_medusa.bench.results import Results, common_prefix, measure, percentiles
 
 CONTRACT = {
     "method",
@@ -30,6 +30,8 @@ def measurement(seconds: float, outputs: list[list[int]], steps: int, report: di
         "request_steps": steps,
         "drafted_nodes": 4 * steps if report else 0,
         "report": report,
+        "first_token": [],
+        "inter_token": [],
     }
 
 
@@ -84,10 +86,34 @@ def test_table_fits(results: Results, width: int) -> None:
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_plot(results: Results, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot(results, tmp_path / "out.png")
-    assert (tmp_path / "out.png").stat().st_size > 1000
+def test_latencies(results: Results) -> None:
+    """Seconds in the run, milliseconds in the table, which only a bench of servers has."""
+    assert latency_table(results) is None
+    served = measurement(1.0, [[1, 2, 3]], 3, None) | {"first_token": [0.2], "inter_token": [0.03, 0.05]}
+    where: dict[str, Any] = {"dataset": "set", "batch_size": 1, "temperature": 0.0, "round": 0}
+    run = measure(served, [[1, 2, 3]], method="none", **where)
+    assert (run.ttft_p50, run.ttft_p99, run.itl_p50) == (0.2, 0.2, pytest.approx(0.04))
+    assert run.itl_p99 == pytest.approx(0.0498)
+    console = Console(width=80, record=True, color_system=None)
+    console.print(latency_table(Results({}, [run])))
+    text = console.export_text()
+    assert "Milliseconds" in text and all(cell in text for cell in ("200.0", "40.0", "49.8"))
+
+
+def test_percentiles() -> None:
+    assert percentiles([]) == (None, None)
+    assert percentiles([3.0]) == (3.0, 3.0)
+    assert percentiles([float(value) for value in range(101)]) == (50.0, 99.0)
+
+
+def test_memory_line(results: Results) -> None:
+    """The processes of an engine are added up; nothing is told where nothing is known."""
+    assert memory_line(results) is None
+    results.provenance["engine"] = {
+        "none": {"peak_resident_mib": {"front end": 600.0, "Worker": 1400.0}},
+        "medusa": {"peak_resident_mib": {"front end": 600.0, "Worker": 1450.0}},
+    }
+    assert str(memory_line(results)) == "Peak resident MiB: none 2000, medusa 2050 (+2.5%)"
 
 
 @pytest.mark.parametrize(("a", "b", "count"), [([], [], 0), ([1], [1], 1), ([1, 2], [1], 1), ([1, 2, 3], [9, 2, 3], 0)])

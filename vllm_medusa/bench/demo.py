@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vllm_medusa.bench.engine import Engine
 from vllm_medusa.bench.peers import BASELINE, choose_peers
+from vllm_medusa.bench.process import EngineProcess
 from vllm_medusa.bench.progress import BenchProgress
 from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.report import table
@@ -30,7 +30,7 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     """Measure, print the table, one step's tree and the summary; returns the results for the JSON."""
     drawings: list[Any] = []
 
-    def draw(engines: dict[str, Engine], results: Results) -> None:
+    def draw(engines: dict[str, EngineProcess], results: Results) -> None:
         example = best_example(results.examples)
         if example is not None:
             drawings.append(draw_step(example, engines["medusa"]))
@@ -55,7 +55,7 @@ def best_example(examples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return max(reversed(drafted), key=lambda example: len(example["accepted_rows"]), default=None)
 
 
-def draw_step(example: dict[str, Any], engine: Engine) -> Any:
+def draw_step(example: dict[str, Any], engine: EngineProcess) -> Any:
     """One recorded step as a rich tree with the accepted path marked."""
     from vllm_medusa.tree.drawing import draw
     from vllm_medusa.tree.topology import Tree

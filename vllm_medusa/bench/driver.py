@@ -1,55 +1,34 @@
 """The child process that owns one vLLM engine: `python -m vllm_medusa.bench.driver FD`.
 
 It reads one JSON command a line from its standard input and answers with JSON lines on file descriptor FD; what vLLM
-prints goes to its standard output, which the parent sends to a log file. When the input ends, so does the process: an
-engine never outlives the bench that started it.
+prints goes to its standard output, which the parent sends to a log file.
 """
 
-import json
-import os
-import signal
-import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NoReturn, TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm_medusa.bench.child import Commands, Say, serve_parent, use_exported_heads
+from vllm_medusa.bench.measurement import Measurement
+from vllm_medusa.bench.peers import has_report
 
 PROGRESS_SECONDS = 0.2
-END_SECONDS = 15.0
-
-
-@dataclass
-class Measurement:
-    """What one run over a list of prompts gave. `outputs[i]` are the tokens that answer prompt i."""
-
-    seconds: float
-    steps: int
-    request_steps: int
-    outputs: list[list[int]] = field(default_factory=list)
-    drafted_nodes: int | None = None
-    report: dict[str, Any] | None = None  # Medusa's own report, where the method has one
 
 
 class Driver:
     """One engine and the commands it understands: `run`, `decode`."""
 
-    def __init__(self, engine: Mapping[str, Any], say: Callable[..., None]) -> None:
+    def __init__(self, engine: Mapping[str, Any], say: Say) -> None:
         """`engine`: keyword arguments of `vllm.LLM`; `say(event, **data)` writes a line to the parent."""
         self._say = say
         from vllm import LLM
 
         say("stage", text="starting the engine")
-        self._llm = LLM(**engine)
+        self._llm = LLM(**engine, disable_log_stats=False)  # the counters of drafted tokens
         self._tokenizer: Any = self._llm.get_tokenizer()
-        speculative = engine.get("speculative_config") or {}
-        self._reports = speculative.get("method") == "medusa" and "tree" in speculative
+        self._reports = has_report(engine.get("speculative_config"))
 
     def facts(self) -> dict[str, Any]:
         """What the parent wants to know about the engine for the provenance."""
@@ -57,11 +36,7 @@ class Driver:
         return {"dtype": str(config.model_config.dtype).removeprefix("torch."), "compiled": not _is_eager(config)}
 
     def run(self, prompts: Sequence[str], batch_size: int, sampling: Mapping[str, Any]) -> Measurement:
-        """Answer the prompts with `batch_size` of them in flight: a new one starts as soon as one ends.
-
-        A request step is one step in which one request got tokens, so tokens / request steps is the mean accepted
-        length of any method, the bonus token counted.
-        """
+        """Answer the prompts with `batch_size` of them in flight: a new one starts as soon as one ends."""
         rows = [self._encode(prompt) for prompt in prompts]
         self._medusa_report()
         drafted_before = self._drafted_tokens()
@@ -139,64 +114,15 @@ def _is_eager(config: Any) -> bool:
     return bool(config.model_config.enforce_eager)
 
 
-def _use_exported_heads(engine: dict[str, Any], folder: Path) -> None:
-    """Let vLLM's own Medusa load our heads, written in its format into `folder`."""
-    from vllm_medusa.bench.native import export_heads
-
-    speculative = engine["speculative_config"]
-    speculative["num_speculative_tokens"] = export_heads(speculative["model"], engine["model"], folder)
-    speculative["model"] = str(folder)
-
-
-def _listen(lines: TextIO, commands: "SimpleQueue[dict[str, Any] | None]") -> None:
-    """Queue the parent's commands, None at the end. Whoever is still busy a while after the end is killed.
-
-    Runs in a thread, so that the end is seen in the middle of a run too, when the parent has been killed.
-    """
-    for line in lines:
-        commands.put(json.loads(line))
-    commands.put(None)
-    time.sleep(END_SECONDS)
-    _end()
-
-
-def _end() -> NoReturn:
-    """End this process with vLLM's engine and workers, which otherwise may outlive an engine that was interrupted."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if os.getpgrp() == os.getpid():  # the group is ours alone
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
-
-
-def main() -> None:
-    """Start the engine that the first command describes, then obey until the input ends."""
-    answers = open(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (lives as long as we do)
-
-    def say(event: str, **data: Any) -> None:
-        print(json.dumps({"event": event, **data}), file=answers)
-
-    commands: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin, commands), daemon=True).start()
-    try:
-        _serve(commands, say)
-    except Exception as error:  # noqa: BLE001 (told to the parent, whatever it is)
-        traceback.print_exc()
-        with suppress(BrokenPipeError):  # nobody may be left to hear it
-            say("error", kind=type(error).__name__, message=str(error))
-    _end()
-
-
-def _serve(commands: "SimpleQueue[dict[str, Any] | None]", say: Callable[..., None]) -> None:
+def _drive(commands: Commands, say: Say) -> None:
     start = commands.get()
     if start is None:
         return
     began = time.perf_counter()
     say("stage", text="importing vLLM")
-    with tempfile.TemporaryDirectory(prefix="vllm-medusa-native-") as folder:  # needed until the heads are loaded
-        if start["export_heads"]:
-            _use_exported_heads(start["engine"], Path(folder))
-        driver = Driver(start["engine"], say)
+    if start["export_to"]:
+        use_exported_heads(start["engine"], start["export_to"])
+    driver = Driver(start["engine"], say)
     try:
         say("result", value={"start_seconds": time.perf_counter() - began, **driver.facts()})
         while (command := commands.get()) is not None:
@@ -210,4 +136,4 @@ def _serve(commands: "SimpleQueue[dict[str, Any] | None]", say: Callable[..., No
 
 
 if __name__ == "__main__":
-    main()
+    serve_parent(_drive)

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_medusa.errors import MedusaError
 
 BASELINE = "none"
+COMMAND_PLUGIN = "medusa_wheel_name"  # without it the CPU wheel's `vllm serve` cannot start; it does nothing else
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ def speculative_config(
     return config
 
 
+def has_report(speculative_config: Mapping[str, Any] | None) -> bool:
+    """Whether an engine with this setting answers `medusa_report`: ours does, vLLM's own Medusa knows no `tree`.
+
+    >>> has_report({"method": "medusa", "tree": "chain"}), has_report({"method": "medusa"}), has_report(None)
+    (True, False, False)
+    """
+    return speculative_config is not None and "tree" in speculative_config
+
+
 def shared_environment(user: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Thread and memory settings, the same for every method; whatever the user has set stays.
 
@@ -97,7 +107,7 @@ def peer_environment(peer: Peer, user: Mapping[str, str] = os.environ) -> dict[s
     """The whole environment of the process that runs this peer's engine."""
     environment = {**user, **shared_environment(user)}
     if not peer.our_plugin:
-        environment["VLLM_PLUGINS"] = ""  # an empty allow-list: no general plugin loads
+        environment["VLLM_PLUGINS"] = COMMAND_PLUGIN  # an allow-list: no general plugin loads
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     return environment

@@ -1,23 +1,23 @@
-"""Results as a table in the terminal, as the contract's JSON and as one picture."""
+"""Results as tables in the terminal and as the contract's JSON."""
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from vllm_medusa.bench.peers import BASELINE
 from vllm_medusa.bench.results import Ratio, Results, Run
-from vllm_medusa.errors import MedusaError
-
-MARKERS = "osD^vPX*"
+from vllm_medusa.bench.step_cost import cost_json
 
 
 def write_json(results: Results, path: Path) -> None:
-    """Write the contract's JSON; folders are made."""
+    """Write the contract's JSON, with `cost` where a method learnt step times; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results.to_json(), indent=2) + "\n", encoding="utf-8")
+    content = results.to_json() | ({"cost": cost_json(results)} if results.costs else {})
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def table(results: Results) -> Table:
@@ -25,30 +25,51 @@ def table(results: Results) -> Table:
 
     "accepted" is the mean accepted length, "same" the share of plain vLLM's tokens before the first difference.
     """
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shown.add_column("prompts", no_wrap=True)
-    shown.add_column("batch", justify="right")
-    shown.add_column("method", no_wrap=True)
-    for column in ("tokens/s", "ratio", "min-max", "accepted", "same"):
-        shown.add_column(column, justify="right", no_wrap=True)
     ratios = {(ratio.method, ratio.dataset, ratio.batch_size): ratio for ratio in results.ratios()}
-    before: tuple[str, int] | None = None
-    for (dataset, batch_size, method), runs in grouped(results).items():
-        if before is not None and before != (dataset, batch_size):
-            shown.add_section()
-        first = before != (dataset, batch_size)
-        before = (dataset, batch_size)
+    shown = _table("tokens/s", "ratio", "min-max", "accepted", "same")
+    for place, (dataset, batch_size, method), runs in _rows(shown, results):
         shown.add_row(
-            dataset if first else "",
-            str(batch_size) if first else "",
-            method,
+            *place,
             f"{statistics.median(run.tokens_per_second for run in runs):.1f}",
             *_ratio_cells(ratios.get((method, dataset, batch_size))),
             f"{statistics.median(run.mean_accepted_length for run in runs):.2f}",
             "" if method == BASELINE else f"{statistics.fmean(run.identical_tokens for run in runs):.1%}",
-            style="bold" if method == "medusa" else "",
+            style=_style(method),
         )
     return shown
+
+
+def latency_table(results: Results) -> Table | None:
+    """Milliseconds to the first token and from token to token, medians over the rounds; None for an offline bench.
+
+    Tokens that come in one chunk share the time since the chunk before.
+    """
+    if all(run.ttft_p50 is None for run in results.runs):
+        return None
+    shown = _table("ttft p50", "ttft p99", "itl p50", "itl p99")
+    shown.title = "Milliseconds to first token (ttft), between tokens (itl)"
+    shown.title_justify = "left"
+    shown.title_style = "dim"
+    for place, (_, _, method), runs in _rows(shown, results):
+        cells = [
+            _milliseconds([run.ttft_p50 for run in runs]),
+            _milliseconds([run.ttft_p99 for run in runs]),
+            _milliseconds([run.itl_p50 for run in runs]),
+            _milliseconds([run.itl_p99 for run in runs]),
+        ]
+        shown.add_row(*place, *cells, style=_style(method))
+    return shown
+
+
+def memory_line(results: Results) -> Text | None:
+    """Each engine's peak resident size, all of its processes added up, and how much it is over plain vLLM's."""
+    engines = results.provenance.get("engine", {})
+    peaks = {name: sum(facts.get("peak_resident_mib", {}).values()) for name, facts in engines.items()}
+    plain = peaks.get(BASELINE)
+    if not plain:
+        return None
+    told = [f"{name} {peak:.0f} ({peak / plain - 1:+.1%})" for name, peak in peaks.items() if name != BASELINE]
+    return Text(f"Peak resident MiB: {', '.join([f'{BASELINE} {plain:.0f}', *told])}", style="dim")
 
 
 def grouped(results: Results) -> dict[tuple[str, int, str], list[Run]]:
@@ -59,43 +80,35 @@ def grouped(results: Results) -> dict[tuple[str, int, str], list[Run]]:
     return groups
 
 
-def plot(results: Results, path: Path) -> None:
-    """Draw speed-up against batch size, one panel per data set, one line per method, bars from least to greatest."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MedusaError.of("plot", str(path), "drawing needs matplotlib: pip install 'vllm-medusa[plot]'") from error
-
-    ratios = results.ratios()
-    datasets = list(dict.fromkeys(ratio.dataset for ratio in ratios))
-    figure = Figure(figsize=(4.2 * max(1, len(datasets)), 3.6), layout="constrained")
-    axes = figure.subplots(1, max(1, len(datasets)), sharey=True, squeeze=False)[0]
-    for axis, dataset in zip(axes, datasets, strict=False):
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        for number, method in enumerate(dict.fromkeys(ratio.method for ratio in ratios)):
-            line = [ratio for ratio in ratios if (ratio.method, ratio.dataset) == (method, dataset)]
-            _draw_line(axis, line, method, number)
-        axis.set_title(dataset)
-        axis.set_xlabel("batch size")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("tokens/s over plain vLLM")
-    axes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+def _table(*columns: str) -> Table:
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    shown.add_column("prompts", no_wrap=True)
+    shown.add_column("batch", justify="right")
+    shown.add_column("method", no_wrap=True)
+    for column in columns:
+        shown.add_column(column, justify="right", no_wrap=True)
+    return shown
 
 
-def _draw_line(axis: object, line: Sequence[Ratio], method: str, number: int) -> None:
-    """Markers and dashes differ as well as colours, so the picture can be read in grey."""
-    sizes = [ratio.batch_size for ratio in line]
-    medians = [ratio.median for ratio in line]
-    spread = [[r.median - r.min for r in line], [r.max - r.median for r in line]]
-    style = ("-", "--", ":", "-.")[number % 4]
-    marker = MARKERS[number % len(MARKERS)]
-    axis.errorbar(  # type: ignore[attr-defined]
-        sizes, medians, yerr=spread, label=method, marker=marker, linestyle=style, color=f"C{number}", capsize=3
-    )
-    axis.set_xscale("log", base=2)  # type: ignore[attr-defined]
-    axis.set_xticks(sizes, [str(size) for size in sizes])  # type: ignore[attr-defined]
+def _rows(shown: Table, results: Results) -> Iterator[tuple[tuple[str, str, str], tuple[str, int, str], list[Run]]]:
+    """(first cells, key, runs) of each row; data set and batch size are named once, a gap before the next."""
+    before: tuple[str, int] | None = None
+    for (dataset, batch_size, method), runs in grouped(results).items():
+        if before is not None and before != (dataset, batch_size):
+            shown.add_section()
+        first = before != (dataset, batch_size)
+        before = (dataset, batch_size)
+        place = (dataset if first else "", str(batch_size) if first else "", method)
+        yield place, (dataset, batch_size, method), runs
+
+
+def _style(method: str) -> str:
+    return "bold" if method == "medusa" else ""
+
+
+def _milliseconds(seconds: list[float | None]) -> str:
+    known = [value for value in seconds if value is not None]
+    return f"{1e3 * statistics.median(known):.1f}" if known else ""
 
 
 def _ratio_cells(ratio: Ratio | None) -> tuple[str, str]:

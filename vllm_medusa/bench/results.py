@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from vllm_medusa.bench.peers import BASELINE
 
 
@@ -16,6 +18,10 @@ class Run:
     counted (1.0 without speculation); `overhead_share` is the share of step time outside the target's forward, known
     for Medusa only. `identical_to_none`: the share of prompts whose tokens equal plain vLLM's; `identical_tokens`: the
     share of plain vLLM's tokens that come before the first difference.
+
+    Against a server also, in seconds, median and 99th percentile: `ttft_*`, from sending a request to its first token;
+    `itl_*`, between a token and the one before it, where the tokens of one chunk share the time since the chunk before
+    (`client.Answer.inter_token`). None offline.
     """
 
     method: str
@@ -33,6 +39,16 @@ class Run:
     overhead_share: float | None
     identical_to_none: float
     identical_tokens: float
+    ttft_p50: float | None = None
+    ttft_p99: float | None = None
+    itl_p50: float | None = None
+    itl_p99: float | None = None
+
+    @property
+    def drafted_nodes_per_request(self) -> float:
+        """Nodes drafted per request and step."""
+        request_steps = self.output_tokens / self.mean_accepted_length if self.output_tokens else 0.0
+        return self.drafted_nodes_per_step * self.steps / max(1.0, request_steps)
 
 
 @dataclass(frozen=True)
@@ -51,10 +67,15 @@ class Ratio:
 
 @dataclass
 class Results:
-    """All that one bench found. `examples` (the last trees of the last Medusa run) are for drawing only."""
+    """All that one bench found.
+
+    `costs`: method -> what its engine has learnt of the cost of a step, rows of tokens, milliseconds and steps.
+    `examples` (the last trees of the last Medusa run) are for drawing only.
+    """
 
     provenance: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
+    costs: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def ratios(self) -> list[Ratio]:
@@ -110,10 +131,12 @@ def measure(
     temperature: float,
     round: int,
 ) -> Run:
-    """Turn a driver's measurement into a run; `plain_outputs[i]` are plain vLLM's tokens for prompt i."""
+    """Turn a measurement (`measurement.Measurement`) into a run; `plain_outputs[i]`: plain vLLM's tokens, prompt i."""
     outputs = measurement["outputs"]
     tokens = sum(map(len, outputs))
     report = measurement["report"]
+    ttft_p50, ttft_p99 = percentiles(measurement["first_token"])
+    itl_p50, itl_p99 = percentiles(measurement["inter_token"])
     return Run(
         method=method,
         dataset=dataset,
@@ -130,7 +153,23 @@ def measure(
         overhead_share=report["overhead_share"] if report else None,
         identical_to_none=mean(float(a == b) for a, b in zip(outputs, plain_outputs, strict=True)),
         identical_tokens=sum(map(common_prefix, outputs, plain_outputs)) / max(1, sum(map(len, plain_outputs))),
+        ttft_p50=ttft_p50,
+        ttft_p99=ttft_p99,
+        itl_p50=itl_p50,
+        itl_p99=itl_p99,
     )
+
+
+def percentiles(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Median and 99th percentile, interpolated; None for nothing.
+
+    >>> percentiles([1.0, 2.0, 4.0])
+    (2.0, 3.96)
+    """
+    if not values:
+        return None, None
+    p50, p99 = np.percentile(values, [50, 99])
+    return float(p50), float(p99)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -3,14 +3,18 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.bench import provenance
 from vllm_medusa.bench.engine import Engine
 from vllm_medusa.bench.peers import Peer, peer_environment, shared_environment, speculative_config
+from vllm_medusa.bench.process import EngineProcess
 from vllm_medusa.bench.progress import BenchProgress
 from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.results import Results, measure
+
+if TYPE_CHECKING:
+    from vllm_medusa.bench.server import Server
 
 WARM_UP_TOKENS = 32
 
@@ -20,7 +24,8 @@ class Settings:
     """What a bench measures and how.
 
     `native_heads`: heads for native-chain where they are not the same (vLLM's own Medusa cannot serve heads that read
-    the root token). `adaptive` and `num_speculative_tokens`: None leaves the plugin's default.
+    the root token). `adaptive` and `num_speculative_tokens`: None leaves the plugin's default. `server`: ask a `vllm
+    serve` over HTTP, `batch_sizes` being requests in flight, instead of driving `vllm.LLM`.
     """
 
     model: str
@@ -36,6 +41,7 @@ class Settings:
     dtype: str = "auto"
     enforce_eager: bool = False
     max_model_len: int = 2048
+    server: bool = False
 
     def engine(self, peer: Peer) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` for this peer. Prefix caching is off: each round must do the same work."""
@@ -47,7 +53,6 @@ class Settings:
             "max_model_len": self.max_model_len,
             "max_num_seqs": max(self.batch_sizes),
             "enable_prefix_caching": False,
-            "disable_log_stats": False,  # the counters of drafted tokens
             "seed": 0,
             "speculative_config": speculative_config(peer, heads, self.num_speculative_tokens, self.adaptive),
         }
@@ -64,7 +69,7 @@ def run_bench(
     progress: BenchProgress,
     *,
     verbose: bool = False,
-    then: Callable[[dict[str, Engine], Results], None] | None = None,
+    then: Callable[[dict[str, EngineProcess], Results], None] | None = None,
 ) -> Results:
     """Measure the peers (the baseline first) on every data set and batch size, alternated A B A B.
 
@@ -81,6 +86,8 @@ def run_bench(
         progress.expect(sum(len(dataset.prompts) for dataset, _, _ in rounds) * len(peers))
         for dataset, batch_size, number in rounds:
             _one_round(engines, dataset, batch_size, number, settings, results, progress)
+        for name, engine in engines.items():
+            results.provenance["engine"][name]["peak_resident_mib"] = engine.peak_resident_mib()
         if then is not None:
             then(engines, results)
     return results
@@ -88,12 +95,13 @@ def run_bench(
 
 def _start(
     stack: ExitStack, peers: Sequence[Peer], settings: Settings, progress: BenchProgress, verbose: bool
-) -> dict[str, Engine]:
+) -> dict[str, EngineProcess]:
     """One after the other: two engines that compile at the same time on a small machine only wait for each other."""
-    engines: dict[str, Engine] = {}
+    kind = _kind(settings)
+    engines: dict[str, EngineProcess] = {}
     for peer in peers:
         with progress.starting(peer.name) as watch:
-            engine = Engine(
+            engine = kind(
                 peer.name,
                 settings.engine(peer),
                 environment=peer_environment(peer),
@@ -105,7 +113,15 @@ def _start(
     return engines
 
 
-def _warm_up(engines: dict[str, Engine], dataset: Dataset, settings: Settings) -> None:
+def _kind(settings: Settings) -> type[Engine] | type["Server"]:
+    if not settings.server:
+        return Engine
+    from vllm_medusa.bench.server import Server  # brings an HTTP client, which only comes with vLLM
+
+    return Server
+
+
+def _warm_up(engines: dict[str, EngineProcess], dataset: Dataset, settings: Settings) -> None:
     """A few tokens at every batch size: kernels that are built on first use, and the step costs that Medusa learns."""
     sampling = {**settings.sampling(), "max_tokens": min(WARM_UP_TOKENS, settings.max_tokens)}
     for batch_size in settings.batch_sizes:
@@ -114,7 +130,7 @@ def _warm_up(engines: dict[str, Engine], dataset: Dataset, settings: Settings) -
 
 
 def _one_round(
-    engines: dict[str, Engine],
+    engines: dict[str, EngineProcess],
     dataset: Dataset,
     batch_size: int,
     number: int,
@@ -143,3 +159,4 @@ def _one_round(
         )
         if measurement["report"] is not None:
             results.examples = measurement["report"]["examples"]
+            results.costs[name] = measurement["report"]["cost"]
