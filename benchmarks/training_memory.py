@@ -27,7 +27,7 @@ from vllm_medusa.training.lessons import Loss
 from vllm_medusa.training.loop import LoopOptions, Progress, choose_draft_vocab, start_trunk, train_heads
 from vllm_medusa.training.teacher import make_teacher
 
-HIDDEN, VOCAB, DRAFT_VOCAB = 576, 49152, 8192
+HIDDEN, VOCAB = 576, 49152
 ANSWER, AT_ONCE, SHARD = 160, 128, 512  # tokens of an answer, requests in flight, answers in a store
 MIB = 1024
 
@@ -39,6 +39,7 @@ class Case:
     folder: Path
     loss: Loss
     steps: int
+    draft_vocab: int
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ def measure(case: Case) -> Measured:
         root_conditioned=True,
         hidden_size=HIDDEN,
         vocab_size=VOCAB,
-        draft_vocab_size=DRAFT_VOCAB,
+        draft_vocab_size=case.draft_vocab,
     )
     heads = MedusaHeads(config)
     assert heads.token_map is not None
-    heads.token_map.copy_(choose_draft_vocab(rows.tokens, DRAFT_VOCAB, VOCAB))
+    heads.token_map.copy_(choose_draft_vocab(rows.tokens, case.draft_vocab, VOCAB))
     heads.bind(matrix, matrix)
     start_trunk(heads, rows, seed=0)
     teacher = None if case.loss == "ce" else make_teacher(matrix, heads.token_map, rows, case.folder)
@@ -122,6 +123,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 1_000_000])
     parser.add_argument("--losses", choices=["ce", "kl", "mixed"], nargs="+", default=["ce", "kl", "mixed"])
     parser.add_argument("--steps", type=int, default=200, help="steps of 256 rows; 0: all rows once")
+    parser.add_argument(
+        "--draft-vocab", type=int, default=8192, help="fewer make it faster: work is not what is measured"
+    )
     arguments = parser.parse_args()
 
     print("| tokens | loss | steps | resident at the start | with rows opened | at most | seconds |")
@@ -133,7 +137,7 @@ def main() -> None:
             for loss in arguments.losses:
                 for file in folder.glob("teacher-*"):
                     file.unlink()
-                found = in_a_process_of_its_own(Case(folder, loss, arguments.steps))
+                found = in_a_process_of_its_own(Case(folder, loss, arguments.steps, arguments.draft_vocab))
                 memory = " | ".join(f"{mib:,.0f} MiB" for mib in (found.start, found.opened, found.peak))
                 print(f"| {found.rows:,} | {loss} | {found.steps} | {memory} | {found.seconds:.0f} |", flush=True)
 

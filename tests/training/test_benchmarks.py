@@ -20,8 +20,8 @@ def test_time_of_the_heads(repository: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 def test_memory_of_training(repository: Path, tmp_path: Path) -> None:
     names: dict[str, Any] = runpy.run_path(str(repository / "benchmarks" / "training_memory.py"))
-    names["measure"].__globals__.update(VOCAB=2048, DRAFT_VOCAB=512)
+    names["measure"].__globals__["VOCAB"] = 2048
     names["write_rows"](tmp_path, 400)
-    found = names["measure"](names["Case"](tmp_path, "mixed", 1))
+    found = names["measure"](names["Case"](tmp_path, "mixed", 1, 512))
     assert (found.rows, found.steps) == (480, 1)
     assert found.start > 0 and 0 < found.opened <= found.peak
