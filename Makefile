@@ -54,8 +54,9 @@ $(STAMP): pyproject.toml Makefile
 demo: $(STAMP)
 	@$(BIN)/vllm-medusa demo $(if $(JSON),--json '$(JSON)') $(ARGS)
 
+# Two processes of tests, a thread each: more threads than cores only wait for each other.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not server and not gpu" $(ARGS)

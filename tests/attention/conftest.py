@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from vllm_medusa.attention.cpu import Kernel, active_kernel
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_threads() -> Iterator[None]:
+    """Kernels share their work among threads, even where the suite is run with one each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, 2))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["gather", "c++"])

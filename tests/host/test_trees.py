@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from engines import random_tree
 
 from vllm_medusa.host.trees import DraftBook, lay_trees
 from vllm_medusa.proposer import TreeDraft
+from vllm_medusa.tree.walk import step_to_child
 
 
 def test_a_mixed_batch():
@@ -40,3 +43,26 @@ def test_decode_only_steps_are_known():
     assert step.pure_decode and step.tokens.shape == (2, 0)
     prompt = lay_trees(["a"], {}, DraftBook(), np.array([1]), np.array([4]), np.array([9]))
     assert not prompt.pure_decode
+
+
+def test_a_walk_goes_to_the_same_children_in_either_form():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        book, scheduled = DraftBook(), {}
+        names = [str(row) for row in range(int(rng.integers(1, 6)))]
+        for name in names:
+            nodes = int(rng.integers(0, 9))
+            tree, tokens = random_tree(rng, nodes), rng.integers(0, 4, (1, nodes))
+            parents = np.array([tree.parents], dtype=np.int64).reshape(1, nodes)
+            draft = TreeDraft(
+                tokens, parents, np.zeros_like(parents), np.ones((1, nodes), np.float32), np.array([nodes])
+            )
+            scheduled[name] = book.put(name, draft, 0, nodes).tokens
+        scheduled = {name: tokens for name, tokens in scheduled.items() if tokens}
+        counts = np.array([len(scheduled.get(name, ())) + 1 for name in names])
+        step = lay_trees(names, scheduled, book, counts, np.full(len(names), 7), np.full(len(names), 8))
+        rows = np.array([int(rng.integers(-1, count)) for count in counts])
+        sampled = rng.integers(0, 4, len(names))
+        tree_tensors = (torch.from_numpy(values) for values in (step.tokens, step.parents, step.sizes))
+        wanted = step_to_child(torch.from_numpy(rows), torch.from_numpy(sampled), *tree_tensors)
+        assert step.children(rows, sampled).tolist() == wanted.tolist()

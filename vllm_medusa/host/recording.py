@@ -8,6 +8,9 @@ what the heads read when they draft behind that token. Model Runner V1 only (VLL
 step's rows lie in `execute_model_state` between `execute_model` and `sample_tokens`.
 """
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +47,14 @@ class RecordingWorker(HostWorker):
         self._writer = None
         return list(self._numbers)
 
+    def end_with(self, owner: int) -> None:
+        """End this engine's processes when the process `owner` is gone, however it went.
+
+        The host's processes outlive a front end that was killed, and finish what they were asked.
+        """
+        if owner != os.getpid():
+            threading.Thread(target=_end_with, args=(owner, os.getppid()), daemon=True).start()
+
     def time_steps(self, sizes: Sequence[int]) -> list[float]:
         """Seconds of a step of so many tokens, the best of five: the target's forward pass and its unembedding.
 
@@ -77,3 +88,21 @@ class RecordingWorker(HostWorker):
             tokens=[output.sampled_token_ids[row][0] for row in emitting],
             hidden=hidden[emitting],
         )
+
+
+def _end_with(owner: int, parent: int) -> None:
+    while _is_alive(owner):
+        time.sleep(0.5)
+    if parent != owner and os.getppid() == parent:  # the engine core; else whoever adopted us
+        os.kill(parent, signal.SIGKILL)
+    os._exit(1)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's by now? still there
+        pass
+    return True

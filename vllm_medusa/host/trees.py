@@ -144,6 +144,18 @@ class StepTrees:
         """Roots and nodes in the step."""
         return len(self.requests) + self.num_nodes
 
+    def children(self, rows: Ints, sampled: Ints) -> Ints:
+        """One round of a walk, as `tree.walk.step_to_child`: int64 [R], the child's row, -1 if there is none.
+
+        Args:
+            rows: int64 [R], where each request stands; -1 if its walk has ended.
+            sampled: int64 [R], the token drawn from the target there.
+        """
+        if not self.num_nodes:
+            return np.full_like(rows, -1)
+        hit = (self.parents == rows[:, None]) & (self.tokens == sampled[:, None]) & self.on_row[:, 1:]
+        return np.where(hit.any(axis=1) & (rows >= 0), hit.argmax(axis=1) + 1, -1)  # argmax: the first of equals
+
     def accepted_ranks(self, paths: Ints) -> Ints:
         """Ranks of the nodes on the rows `paths` [R, D + 1] (roots first, padded with -1): int64 [R, D], else -1."""
         if not self.num_nodes:

@@ -133,6 +133,7 @@ class AnsweringEngine:
                 seed=self._options.seed,
                 worker_cls=RECORDER,
             )
+            self._llm.collective_rpc("end_with", args=(os.getpid(),))
         return self._llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Drafting:
         cost: seconds of a step by its tokens, without the heads.
         budget: shares nodes among requests.
         lookups: what requests' own texts expect next.
-        heads_seconds: spent on asking the heads since `cost` last looked.
+        heads_seconds: spent on asking the heads in this step.
     """
 
     def __init__(self, runner: MedusaCPUModelRunner, proposer: MedusaProposer) -> None:
@@ -47,10 +48,12 @@ class Drafting:
         self.heads_seconds = 0.0
         self._asked = True
 
-    def forget(self, requests: Any) -> None:
-        """Drop what is known of requests that ended."""
-        self.book.forget(requests)
-        self.lookups.forget(requests)
+    def begin_step(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """Drop what is known of requests that ended or lost their cache; nothing is spent on heads yet."""
+        for requests in (finished, preempted):
+            self.book.forget(requests)
+            self.lookups.forget(requests)
+        self.heads_seconds = 0.0
 
     def next_drafts(
         self, emitted: list[list[int]], last_logit: npt.NDArray[np.int64], hidden_rows: Tensor
@@ -97,14 +100,13 @@ class Drafting:
             seeded = self._runner.input_batch.generators
             generators = {place: seeded[row] for place, row in enumerate(rows) if row in seeded}
         draft = self.proposer.propose(hidden, roots, temperatures, generators, expected)
-        self.heads_seconds += time.perf_counter() - began
+        self.heads_seconds = time.perf_counter() - began
         self.budget.heads_cost.observe(len(rows), self.heads_seconds)
         return draft
 
     def learn(self, trees: StepTrees, lengths: npt.NDArray[np.int64], seconds: float) -> None:
         """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
         self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
-        self.heads_seconds = 0.0
         ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
         promised = float(trees.reach.sum())
         if promised > 0.0:

@@ -30,7 +30,9 @@ class DrawnChildren:
     proposals: Tensor
 
     @classmethod
-    def find(cls, trees: StepTrees, asked: Tensor, standing: Tensor, vocab: int) -> DrawnChildren | None:
+    def find(
+        cls, trees: StepTrees, asked: npt.NDArray[np.int64], standing: npt.NDArray[np.int64], vocab: int
+    ) -> DrawnChildren | None:
         """Look up the candidates of every asked request below the row on which it stands.
 
         Args:
@@ -46,7 +48,7 @@ class DrawnChildren:
             drawn = None if entry is None else entry.draft.drawn
             if entry is not None and drawn is not None and rows[request] >= 0 and drawn.which[entry.row]:
                 by_draft.setdefault(id(drawn), (drawn, []))[1].append((place, request, entry.row))
-        parts = [_below(trees, drawn, np.array(found), standing.numpy(), vocab) for drawn, found in by_draft.values()]
+        parts = [_below(trees, drawn, np.array(found), standing, vocab) for drawn, found in by_draft.values()]
         if not any(len(places) for places, _, _ in parts):
             return None
         places, children, proposals = (torch.cat(part) for part in zip(*parts, strict=True))

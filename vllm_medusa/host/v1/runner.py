@@ -144,8 +144,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """The host's forward pass, timed."""
         self._started = time.perf_counter()
         self.trees = None
-        self.drafting.forget(scheduler_output.finished_req_ids)
-        self.drafting.forget(scheduler_output.preempted_req_ids or ())
+        self.drafting.begin_step(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
         result = super().execute_model(scheduler_output, *args, **kwargs)
         self.statistics.seconds["forward"] += time.perf_counter() - self._started
         return result

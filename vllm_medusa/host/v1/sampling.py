@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +23,11 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_medusa.host.trees import StepTrees
 from vllm_medusa.host.v1.proposals import DrawnChildren, ProposalSampler
-from vllm_medusa.tree.walk import Walk, step_to_child
+from vllm_medusa.tree.walk import Walk
 
 Bools = npt.NDArray[np.bool_]
-Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, LogprobsTensors | None]]
+Ints = npt.NDArray[np.int64]
+Draw = Callable[[Ints, Ints, Bools], tuple[Tensor, LogprobsTensors | None]]
 
 
 @dataclass(frozen=True)
@@ -88,28 +88,30 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
-        first = torch.from_numpy(rows.trees.first_logit)
+        first = rows.trees.first_logit
         bare = sampling.all_greedy and _only_asks_for_tokens(sampling)
 
-        def draw(asked: Tensor, standing: Tensor, drawing: Tensor) -> tuple[Tensor, LogprobsTensors | None]:
-            at = (first + standing.clamp(min=0))[asked]
+        def draw(asked: Ints, standing: Ints, drawing: Bools) -> tuple[Tensor, LogprobsTensors | None]:
+            at = torch.from_numpy(first[asked] + np.maximum(standing[asked], 0))
             if self.last_stage is not None:
                 self.last_stage.drawn = DrawnChildren.find(rows.trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
-            plain = _as_plain(sampling, asked, drawing)
-            if bool(standing.any()):  # requests with a thinking budget have no drafts: they are asked at roots alone
+            plain = _as_plain(sampling, torch.from_numpy(asked), drawing)
+            if standing.any():  # requests with a thinking budget have no drafts: they are asked at roots alone
                 plain = replace(plain, thinking_budget_state_holder=None)
             output = self.sampler(logits[at], plain)
-            return output.sampled_token_ids[:, 0], _for_the_batch(output.logprobs_tensors, asked, len(drawing))
+            information = _for_the_batch(output.logprobs_tensors, torch.from_numpy(asked), len(drawing))
+            return output.sampled_token_ids[:, 0], information
 
         skip_ended = _rows_are_separable(sampling)
-        self.walk, logprobs = _walk(rows, draw, sampling.logitsprocs, skip_ended=skip_ended)
+        histories = None if bare else _Histories(rows.histories, sampling.logitsprocs)
+        self.walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
         return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=logprobs)
 
 
 def _walk(
-    rows: StepRows, draw: Draw, processors: LogitsProcessors, *, skip_ended: bool
+    rows: StepRows, draw: Draw, histories: _Histories | None, *, skip_ended: bool
 ) -> tuple[Walk, LogprobsTensors | None]:
     """Walk all trees of a step, one depth at a time; rows that are not reached cost nothing.
 
@@ -117,31 +119,34 @@ def _walk(
         rows: the step.
         draw: from (requests asked int64 [A], every request's row int64 [R], bool [R] who may use its generator) to
             (tokens [A], log-probabilities of the batch).
-        processors: the host's logits processors, told of every token walked.
+        histories: told of every token walked; None if nothing reads them.
         skip_ended: ask only for requests that still walk; else for the whole batch, in its order, at each depth.
     """
-    trees = rows.trees
-    tree = (torch.from_numpy(trees.tokens), torch.from_numpy(trees.parents), torch.from_numpy(trees.sizes))
-    standing = torch.zeros(len(trees.requests), dtype=torch.int64)
-    walking = torch.from_numpy(~rows.unfinished)
-    everyone = torch.arange(len(trees.requests))
+    trees, walking = rows.trees, ~rows.unfinished
+    standing = np.zeros(len(trees.requests), dtype=np.int64)
+    everyone = np.arange(len(standing))
     path, emitted, logprobs = [], [], []
-    with _growing(rows.histories, processors) as grow:
+    try:
         while True:
             path.append(standing)
             active = standing >= 0
-            asked = active.nonzero()[:, 0] if skip_ended else everyone
+            asked = np.flatnonzero(active) if skip_ended else everyone
             drawn, information = draw(asked, standing, active & walking)
-            sampled = torch.full_like(standing, -1)
-            sampled[asked] = drawn.to(torch.int64)
-            emitted.append(sampled.where(active, -1))
+            sampled = np.full_like(standing, -1)
+            sampled[asked] = drawn.numpy()
+            emitted.append(np.where(active, sampled, -1))
             logprobs.append(information)
-            standing = step_to_child(standing, sampled, *tree).where(walking, -1)
-            if not bool((standing >= 0).any()):
+            standing = np.where(walking, trees.children(standing, sampled), -1)
+            if not (standing >= 0).any():
                 break
-            grow(sampled.tolist(), (standing >= 0).tolist())
-    walked = torch.stack(path, dim=1)
-    return Walk(walked, torch.stack(emitted, dim=1), (walked >= 0).sum(dim=1)), _in_path_order(logprobs)
+            if histories is not None:
+                histories.grow(sampled.tolist(), (standing >= 0).tolist())
+    finally:
+        if histories is not None:
+            histories.restore()
+    walked, tokens = np.stack(path, axis=1), np.stack(emitted, axis=1)
+    lengths = (walked >= 0).sum(axis=1)
+    return Walk(*map(torch.from_numpy, (walked, tokens, lengths))), _in_path_order(logprobs)
 
 
 def _rows_are_separable(sampling: SamplingMetadata) -> bool:
@@ -175,7 +180,7 @@ def _is_idle(processor: Any) -> bool:
     return False
 
 
-def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Tensor) -> SamplingMetadata:
+def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Bools) -> SamplingMetadata:
     """Parameters of the rows `asked`, as in plain decoding; only rows that are `drawing` take from their generators."""
     rows = asked.tolist()
     generators = {
@@ -220,31 +225,33 @@ def _for_the_batch(information: LogprobsTensors | None, asked: Tensor, batch: in
     return LogprobsTensors(*(spread(getattr(information, name)) for name in names))
 
 
-@contextmanager
-def _growing(histories: Sequence[list[int]], processors: LogitsProcessors) -> Iterator[Any]:
-    """Lengthen the requests' histories while a walk lasts; the host appends the emitted tokens itself afterwards.
+class _Histories:
+    """The requests' emitted tokens, lengthened while a walk lasts; the host appends the tokens itself afterwards.
 
     Penalties, bad words and min_tokens read these lists. A processor that drops a request because its history has
     become long enough (min_tokens) stays right afterwards, since every token of the walk is emitted.
     """
-    lengths = [len(history) for history in histories]
-    adapters = {p: p.req_info for p in processors.all if isinstance(p, AdapterLogitsProcessor) and p.req_info}
 
-    def grow(tokens: Sequence[int], moved: Sequence[bool]) -> None:
-        for history, token, has_moved in zip(histories, tokens, moved, strict=True):
+    def __init__(self, histories: Sequence[list[int]], processors: LogitsProcessors) -> None:
+        self._histories, self._processors = histories, processors
+        self._lengths = [len(history) for history in histories]
+        self._adapters = {p: p.req_info for p in processors.all if isinstance(p, AdapterLogitsProcessor) and p.req_info}
+
+    def grow(self, tokens: Sequence[int], moved: Sequence[bool]) -> None:
+        """Append their tokens to the histories of requests that moved, and tell the processors."""
+        for history, token, has_moved in zip(self._histories, tokens, moved, strict=True):
             if has_moved:
                 history.append(token)
-        for processor in processors.all:
+        for processor in self._processors.all:
             processor.update_state(None)
-        for adapter, by_row in adapters.items():  # a request's own function is called once per emitted token
+        for adapter, by_row in self._adapters.items():  # a request's own function is called once per emitted token
             adapter.req_info = {row: function for row, function in by_row.items() if moved[row]}
 
-    try:
-        yield grow
-    finally:
-        for adapter, by_row in adapters.items():
+    def restore(self) -> None:
+        """Take back everything that was appended."""
+        for adapter, by_row in self._adapters.items():
             adapter.req_info = by_row
-        for history, length in zip(histories, lengths, strict=True):
+        for history, length in zip(self._histories, self._lengths, strict=True):
             del history[length:]
 
 
