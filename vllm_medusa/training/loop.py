@@ -24,7 +24,7 @@ from vllm_medusa.training.lessons import Lessons, Loss
 from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
-_RELEASE = 1024  # rows after which mapped pages are given back: a read row brings up to 64 KB around it
+_RELEASE = 256  # rows after which mapped pages are given back: a read row brings up to 64 KB around it
 _UNEMBEDDING_STEP = 0.1  # of the learning rate, for an unembedding of the heads' own
 
 
