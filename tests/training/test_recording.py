@@ -1,6 +1,9 @@
 """The recording worker in a real engine: every row is the one whose logits chose the token."""
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,3 +106,27 @@ def prompts() -> Callable[[int], list[list[int]]]:
         return [rng.integers(2, VOCAB - 1, int(length)).tolist() for length in rng.integers(1, 90, count)]
 
     return make
+
+
+@pytest.mark.slow
+def test_a_worker_ends_when_its_owner_is_gone() -> None:
+    """However the owner went: the host's own processes would work on for nobody, into a folder that may be in use."""
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    code = (
+        "from vllm_medusa.host.recording import _end_with; "
+        f"print('up', flush=True); _end_with({owner.pid}, {owner.pid})"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        while "up" not in (line := worker.stdout.readline()):
+            assert line, "the worker did not start"
+        time.sleep(0.7)
+        assert worker.poll() is None
+        owner.kill()
+        owner.wait()
+        assert worker.wait(timeout=10) == 1
+    finally:
+        for process in (owner, worker):
+            process.kill()
+            process.wait()
