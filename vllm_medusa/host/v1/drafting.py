@@ -126,6 +126,19 @@ class Drafting:
                 seconds = time.perf_counter() - began
             self.budget.heads_cost.observe(size, seconds)
 
+    def report(self) -> dict[str, Any]:
+        """What is learnt while serving.
+
+        `cost`: step times by tokens, without the heads; `heads_cost`: their time by requests; `trust`: the share of
+        promised tokens that came true; `lookup_odds`: how often a match of 1, 2, ... tokens goes on.
+        """
+        return {
+            "cost": self.cost.table(),
+            "heads_cost": self.budget.heads_cost.table(),
+            "trust": round(self.budget.trust.share, 4),
+            "lookup_odds": self.lookups.odds(),
+        }
+
     def with_shapes(self, drafts: Any) -> Any:
         """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""
         if drafts is None:

@@ -308,10 +308,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
             self.statistics.seconds[name] += time.perf_counter() - began
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
-        """Totals since the last reset: see `Statistics.report`; `cost` is the step-time table learnt so far."""
+        """Totals since the last reset (see `Statistics.report`), and what `Drafting.report` has learnt so far."""
         report = self.statistics.report()
         report["kernel"] = active_kernel()
-        report["cost"] = self.drafting.cost.table()
+        report |= self.drafting.report()
         if reset:
             self.statistics = Statistics()
         return report
