@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from engines import Engine, Oracle, random_tree, start
 from recompute import CachedBlocks
-from schedules import BLOCK, LONGEST_ANSWER, MAX_LEN, MAX_NODES, VOCAB, Ask, Schedule, draw
+from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, VOCAB, Ask, Schedule, draw
 from tiny_models import MODELS, save
 
 from vllm_medusa.host.commit import TreeKeyValues
@@ -23,6 +23,7 @@ from vllm_medusa.tree.topology import Tree
 SEATS = 8  # of the engines; a schedule may set fewer
 BLOCKS = 160
 OPTIONS: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": BLOCK, "max_num_seqs": SEATS}
+PLAIN = {"max_num_seqs": 64, "max_num_batched_tokens": 64 * MAX_LEN, "num_gpu_blocks_override": 640}
 
 
 class Violation(Exception):
@@ -60,7 +61,15 @@ class Totals:
 
 @dataclass
 class Running:
-    """One request while it runs."""
+    """One request while it runs.
+
+    Attributes:
+        ask: what was asked.
+        truth: the whole answer.
+        longer: the answer without the limits of its length, to be planted.
+        seen: what it has said so far.
+        done: it ended or was aborted.
+    """
 
     ask: Ask
     truth: list[int]
@@ -130,7 +139,8 @@ class World:
         self.name, self.model, self.heads = name, model, heads
         self.whole_cache = whole_cache
         self.options = {**OPTIONS, "skip_tokenizer_init": name != "speaker"}
-        self.plain = start(model, **self.options)
+        # Seeded prompts must not be computed in pieces: plain vLLM on a CPU breaks on that.
+        self.plain = start(model, **{**self.options, **PLAIN})
         self.totals = Totals()
         self.truths: dict[Any, list[int]] = {}
         self.running: dict[str, Running] = {}
@@ -159,10 +169,11 @@ class World:
 
     def answer(self, ask: Ask) -> list[int]:
         """What plain decoding says to one request."""
-        self._ask_plain([ask])
+        self.ask_plain([ask])
         return self.truths[_key(ask)][: ask.max_tokens]
 
-    def _ask_plain(self, asks: Sequence[Ask]) -> None:
+    def ask_plain(self, asks: Sequence[Ask]) -> None:
+        """Learn what plain decoding says to these requests."""
         unknown = list({_key(ask): ask for ask in asks if _key(ask) not in self.truths}.values())
         if unknown:
             params = [_params(ask, LONGEST_ANSWER) for ask in unknown]
@@ -187,7 +198,7 @@ class World:
         """
         if self.broken:
             self._start_trees()
-        self._ask_plain(schedule.asks)
+        self.ask_plain(schedule.asks)
         with ExitStack() as stack:
             self._limit(schedule, stack)
             self.trees.runner._draft = Script(self, schedule)
@@ -425,6 +436,19 @@ def start_worlds(folder: Path, names: Sequence[str] = MODELS) -> dict[str, World
     return {name: World(name, *save(name, folder), whole_cache=whole_cache) for name in names}
 
 
-def drawn(worlds: dict[str, World], seed: int) -> Schedule:
-    """The schedule of a seed."""
-    return draw(seed, MODELS, lambda model, ask: worlds[model].answer(ask))
+def drawn(worlds: dict[str, World], seeds: Sequence[int]) -> list[Schedule]:
+    """The schedules of some seeds, with plain decoding asked for many requests at once."""
+    wanted: dict[str, list[Ask]] = {name: [] for name in worlds}
+
+    def note(model: str, ask: Ask) -> list[int]:
+        wanted[model].append(ask)
+        return [EOS]
+
+    for seed in seeds:
+        draw(seed, MODELS, note)
+    for name, world in worlds.items():
+        world.ask_plain(wanted[name])
+    schedules = [draw(seed, MODELS, lambda model, ask: worlds[model].answer(ask)) for seed in seeds]
+    for name, world in worlds.items():
+        world.ask_plain([ask for schedule in schedules if schedule.model == name for ask in schedule.asks])
+    return schedules

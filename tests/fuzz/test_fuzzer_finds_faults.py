@@ -13,7 +13,7 @@ from hostile import Violation, World, drawn
 from schedules import BLOCK, Ask, Schedule, shrink
 
 from vllm_medusa.host import trees
-from vllm_medusa.host.v1 import runner, sampling
+from vllm_medusa.host.v1 import runner
 
 pytestmark = pytest.mark.slow  # engines start
 Runner = runner.MedusaCPUModelRunner
@@ -142,16 +142,16 @@ def half_prompts_walk(patch: Patch) -> None:
 def any_child_will_do(patch: Patch) -> None:
     """The walk follows an only child whatever its token is; the emitted tokens stay the target's."""
 
-    def step_to_child(rows: Any, sampled: Any, tokens: Any, parents: Any, sizes: Any) -> Any:
-        right = original(rows, sampled, tokens, parents, sizes)
-        if tokens.shape[1] == 0:
+    def children(self: trees.StepTrees, rows: Any, sampled: Any) -> Any:
+        right = original(self, rows, sampled)
+        if not self.num_nodes:
             return right
-        below = (parents == rows[:, None]) & (torch.arange(tokens.shape[1]) < sizes[:, None])
-        only = (below.sum(1) == 1) & (rows > 0)
-        return torch.where((right < 0) & only, below.to(torch.uint8).argmax(1) + 1, right)
+        below = (self.parents == rows[:, None]) & (np.arange(self.parents.shape[1]) < self.sizes[:, None])
+        only = (below.sum(axis=1) == 1) & (rows > 0)
+        return np.where((right < 0) & only, below.argmax(axis=1) + 1, right)
 
-    original = sampling.step_to_child
-    patch.setattr(sampling, "step_to_child", step_to_child)
+    original = trees.StepTrees.children
+    patch.setattr(trees.StepTrees, "children", children)
 
 
 def aborted_requests_keep_their_blocks(patch: Patch) -> None:
@@ -217,8 +217,7 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
 
 
 def first_violation(worlds: dict[str, World], model: str) -> tuple[Schedule, Violation] | None:
-    for seed in range(SCHEDULES):
-        schedule = drawn(worlds, seed)
+    for schedule in drawn(worlds, range(SCHEDULES)):
         if model and schedule.model != model:
             continue
         violation = worlds[schedule.model].violates(schedule)
