@@ -25,7 +25,6 @@ from vllm_medusa.training.snapshot import Snapshots
 from vllm_medusa.training.teacher import Teacher
 
 _RELEASE = 256  # rows after which mapped pages are given back: a read row brings up to 64 KB around it
-_UNEMBEDDING_STEP = 0.1  # of the learning rate, for an unembedding of the heads' own
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[
 
     Adam moves every weight by about the learning rate, so a product's output moves with the size of its input; the
     ratio of the two sizes lets both inputs of root-conditioned heads count alike from the start. An unembedding of the
-    heads' own is no beginning but the target's: it takes small steps and does not decay.
+    heads' own begins as the target's, so it does not decay towards zero.
     """
     named = dict(heads.named_parameters())
     root, unembedding = named.pop("root", None), named.pop("unembedding", None)
@@ -219,8 +218,7 @@ def _groups(heads: MedusaHeads, rows: HiddenRows, options: LoopOptions) -> list[
         rate = options.learning_rate * root_ratio(heads, rows)
         groups.append({"params": [root], "weight_decay": options.weight_decay, "lr": rate})
     if unembedding is not None:
-        rate = options.learning_rate * _UNEMBEDDING_STEP
-        groups.append({"params": [unembedding], "weight_decay": 0.0, "lr": rate})
+        groups.append({"params": [unembedding], "weight_decay": 0.0})
     return groups
 
 
