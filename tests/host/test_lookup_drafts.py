@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -100,3 +102,16 @@ def test_useless_heads_are_hardly_asked(tiny, tiny_medusa, monkeypatch):
     asked.clear()
     assert tiny_medusa.tokens(prompts, params) == truth
     assert 5 <= len(asked) < 40
+
+
+def test_what_is_learnt_is_told_in_one_line(tiny_medusa, caplog, monkeypatch):
+    from vllm_medusa.host.v1 import runner as module
+
+    monkeypatch.setattr(module, "logger", logging.getLogger("test-report"))
+    served(tiny_medusa, repetitive(np.random.default_rng(5), 2), greedy(12))
+    report = tiny_medusa.runner.medusa_report()
+    assert {"cost", "heads_cost", "trust", "lookup_odds"} <= report.keys()
+    with caplog.at_level(logging.INFO, logger="test-report"):
+        tiny_medusa.runner.log_report(report)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "test-report"]
+    assert "tokens a step" in line and "\n" not in line and "{1: " in line

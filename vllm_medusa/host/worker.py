@@ -36,7 +36,9 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         self.model_runner.log_choices()
         return times
 
-    def medusa_report(self, reset: bool = False) -> dict[str, Any]:
-        """Figures since the last reset; call it by `llm.collective_rpc("medusa_report")`."""
+    def medusa_report(self, reset: bool = False, log: bool = False) -> dict[str, Any]:
+        """Figures since the last reset, by `llm.collective_rpc("medusa_report")`; `log`: in one log line too."""
         report: dict[str, Any] = self.model_runner.medusa_report(reset)
+        if log:
+            self.model_runner.log_report(report)
         return report

@@ -307,6 +307,19 @@ class MedusaCPUModelRunner(CPUModelRunner):
         finally:
             self.statistics.seconds[name] += time.perf_counter() - began
 
+    def log_report(self, report: dict[str, Any]) -> None:
+        """One line of the figures that explain a server's speed."""
+        times = ", ".join(f"{row['tokens']}: {row['milliseconds']:.1f}" for row in report["cost"])
+        logger.info(
+            "Medusa: %.2f tokens a step, %.1f nodes; %.0f %% of promised tokens came true; overhead %.0f %%; "
+            "milliseconds by tokens in a step {%s}.",
+            report["mean_accepted_length"],
+            report["drafted_nodes"] / max(report["request_steps"], 1),
+            100 * report["trust"],
+            100 * report["overhead_share"],
+            times,
+        )
+
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Totals since the last reset (see `Statistics.report`), and what `Drafting.report` has learnt so far."""
         report = self.statistics.report()
