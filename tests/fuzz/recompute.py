@@ -45,6 +45,12 @@ class CachedBlocks:
         self.pool.reset_prefix_cache()
         self.known.clear()
 
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """What the model says after these tokens [V]."""
+        last: Tensor = self.model(torch.tensor([list(tokens)])).logits[0, -1]
+        return last
+
     def group_of(self, block: Any) -> int:
         """The KV cache group of a cached block."""
         from vllm.v1.core.kv_cache_utils import get_group_id
