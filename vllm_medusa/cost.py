@@ -16,6 +16,8 @@ GRID: tuple[int, ...] = (
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048),
 )
 
+REFRESH = 8  # observations after which a curve is drawn anew
+
 
 @dataclass
 class _Cell:
@@ -41,7 +43,8 @@ class StepCost:
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
-    _curve: tuple[list[int], list[float]] | None = None
+    _curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
+    _since: int = 0  # observations that the curve does not hold yet
 
     @classmethod
     def from_points(cls, points: Sequence[tuple[int, float]]) -> StepCost:
@@ -59,7 +62,9 @@ class StepCost:
             self.cells[size] = _Cell(seconds)
         else:
             cell.update(seconds)
-        self._curve = None
+        self._since += 1
+        if cell is None or self._since >= REFRESH:
+            self._curve, self._since = None, 0
 
     @property
     def known(self) -> bool:
@@ -72,7 +77,7 @@ class StepCost:
         found = np.interp(tokens, sizes, times)
         if len(sizes) >= 2:
             slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
-            found = found + np.maximum(np.asarray(tokens) - sizes[-1], 0) * slope
+            found = found + np.maximum(np.subtract(tokens, sizes[-1]), 0) * slope
         return np.asarray(found)
 
     def table(self) -> list[dict[str, float]]:
@@ -82,7 +87,7 @@ class StepCost:
             for size, cell in sorted(self.cells.items())
         ]
 
-    def _smooth(self) -> tuple[list[int], list[float]]:
+    def _smooth(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Sizes and times that never fall: neighbours that contradict each other share their weighted mean."""
         if self._curve is None:
             blocks: list[tuple[float, float, list[int]]] = []  # (seconds, weight, sizes)
@@ -95,7 +100,7 @@ class StepCost:
                 blocks.append(block)
             sizes = [size for _, _, members in blocks for size in members]
             times = [seconds for seconds, _, members in blocks for _ in members]
-            self._curve = (sizes, times)
+            self._curve = (np.array(sizes, dtype=np.float64), np.array(times))
         return self._curve
 
 

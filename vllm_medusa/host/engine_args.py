@@ -19,7 +19,7 @@ from vllm_medusa.heads.source import locate_heads
 PROPOSER = "vllm_medusa.proposer.MedusaProposer"
 CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
 SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
-DEFAULT_NODES = {"cpu": 16, "cuda": 63}  # where the heads' calibration names no number
+DEFAULT_NODES = {"cpu": 32, "cuda": 63}  # where the heads' calibration names no number
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 

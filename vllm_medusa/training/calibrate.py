@@ -26,8 +26,8 @@ COARSE = tuple(np.geomspace(0.3, 4.0, 11).tolist())
 STEP, LEAST, MOST = COARSE[1] / COARSE[0], 0.05, 20.0
 # Temperatures are fitted on so many logits per head at most, 128 MB of them.
 FIT_LOGITS = 2**25
-# Nodes drafted where the user names no number: about what is free on two CPU cores, and the public Medusa tree's size.
-DEFAULT_NODES = {"cpu": 16, "cuda": 63}
+# Most nodes where the user names no number: what may pay at all on few CPU cores, and the public Medusa tree's size.
+DEFAULT_NODES = {"cpu": 32, "cuda": 63}
 
 Rows = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
