@@ -59,7 +59,8 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not server and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile \
+	  -m "not slow and not server and not gpu" $(ARGS)
 
 test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py $(ARGS)
