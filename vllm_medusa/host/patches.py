@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.triton_utils import dispatcher
 
 from vllm_medusa.host import engine_args
 
@@ -21,8 +18,6 @@ def install() -> None:
     """Apply every patch once per process."""
     _patch(EngineArgs, "create_speculative_config", _create_speculative_config)
     _patch(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
-    if hasattr(dispatcher, "_rebind_kernels"):  # 0.32 on a CPU
-        _patch(dispatcher, "_rebind_kernels", _rebind_kernels)
 
 
 def install_refusal(error: Exception) -> None:
@@ -38,17 +33,13 @@ def install_refusal(error: Exception) -> None:
 
 def uninstall() -> None:
     """Give the host its own methods back."""
-    for owner, name in (
-        (EngineArgs, "create_speculative_config"),
-        (SamplingParams, "_validate_spec_decode"),
-        (dispatcher, "_rebind_kernels"),
-    ):
-        original = getattr(getattr(owner, name, None), _MARK, None)
+    for owner, name in ((EngineArgs, "create_speculative_config"), (SamplingParams, "_validate_spec_decode")):
+        original = getattr(getattr(owner, name), _MARK, None)
         if original is not None:
             setattr(owner, name, original)
 
 
-def _patch(owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     if hasattr(original, _MARK):
         return
@@ -80,17 +71,3 @@ def _validate_spec_decode(original: Callable[..., Any], self: SamplingParams, sp
     if speculative_config is not None and engine_args.is_ours(speculative_config):
         return
     original(self, speculative_config)
-
-
-def _rebind_kernels(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A second engine in one process, once numba is loaded (by us, or by the host's own n-gram speculation).
-
-    The host looks through the attributes of every loaded module and trips over objects of numba's compiler that answer
-    `vars()` with something else than a dict. None of the kernels it looks for is there, so these modules step aside
-    meanwhile. Remove when the host asks for `isinstance(vars(value), dict)`.
-    """
-    aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
-    try:
-        return original(*args, **kwargs)
-    finally:
-        sys.modules.update(aside)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from vllm_medusa.tree import native
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -28,8 +29,6 @@ CATCH_UP = 64  # tokens that are followed one by one; after a longer break the m
 # to MT-Bench, HumanEval and GSM8K prompts, rounded; and for how many matches this counts.
 FIRST_ODDS = (0.2, 0.5, 0.65, 0.7, 0.75, 0.77, 0.8, 0.82, 0.84, 0.86, 0.86, 0.87, 0.87, 0.88, 0.9, 0.93)
 FIRST_WEIGHT = 20.0
-
-_SOURCE, _LENGTH, _KNOWN = range(3)
 
 
 class Expected(NamedTuple):
@@ -76,11 +75,20 @@ class Lookups:
             most: L, tokens wanted.
         """
         expected = Expected.nothing(len(texts), most)
+        library, tally = native.load(), self._tally
         for row, (request, text, length) in enumerate(texts):
             match = self._matches.get(request)
             if match is None:
                 match = self._matches[request] = np.array([-1, 0, 0])
-            _follow(text, length, match, self._tally, expected.tokens[row], expected.odds[row])
+            tokens, odds = expected.tokens[row], expected.odds[row]
+            if library is None:
+                _follow(text[:length].tolist(), match, tally, tokens, odds)
+                continue
+            text = np.ascontiguousarray(text[:length], dtype=np.int32)
+            library.medusa_follow(
+                *(text.ctypes.data, length, match.ctypes.data, tally.ctypes.data),
+                *(LONGEST, REACH, CATCH_UP, MEMORY, most, tokens.ctypes.data, odds.ctypes.data),
+            )
         return expected
 
     def forget(self, requests: Iterable[str]) -> None:
@@ -96,27 +104,10 @@ class Lookups:
         return len(self._matches)
 
 
-@numba.njit(cache=True, nogil=True)
-def _longest(text, length):  # type: ignore[no-untyped-def]
-    """Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens."""
-    best, source = 0, -1
-    for place in range(length - 2, max(length - 2 - REACH, -1), -1):
-        if text[place] != text[length - 1]:
-            continue
-        same = 1
-        while same < LONGEST and same <= place and text[place - same] == text[length - 1 - same]:
-            same += 1
-        if same > best:
-            best, source = same, place + 1
-            if best == LONGEST:
-                break
-    return source, best
-
-
-@numba.njit(cache=True, nogil=True)
-def _follow(text, length, match, tally, tokens, odds):  # type: ignore[no-untyped-def]
+def _follow(text: list[int], match: Ints, tally: npt.NDArray[np.float64], tokens: Ints, odds: Floats) -> None:
     """Read the tokens since the last call, count whether the match foretold them, move or replace it, and go on."""
-    source, same, known = match[_SOURCE], match[_LENGTH], match[_KNOWN]
+    source, same, known = (int(value) for value in match)
+    length = len(text)
     if known == 0 or known > length or length - known > CATCH_UP:
         source, same = _longest(text, length)
         known = length
@@ -124,17 +115,31 @@ def _follow(text, length, match, tally, tokens, odds):  # type: ignore[no-untype
         right = source >= 0 and text[source] == text[place]
         if source >= 0:
             if tally[same, 1] >= MEMORY:
-                tally[same, 0] *= 0.5
-                tally[same, 1] *= 0.5
-            tally[same, 0] += right
-            tally[same, 1] += 1.0
+                tally[same] *= 0.5
+            tally[same] += (right, 1.0)
         if right:
             source, same = source + 1, min(same + 1, LONGEST)
         else:
             source, same = _longest(text, place + 1)
-    match[_SOURCE], match[_LENGTH], match[_KNOWN] = source, same, length
+    match[:] = source, same, length
     for step in range(len(tokens) if source >= 0 else 0):
         place = source + step  # where this runs into the text's end it goes round, as a loop would
         tokens[step] = text[place] if place < length else tokens[place - length]
-        cell = min(same + step, LONGEST)
-        odds[step] = tally[cell, 0] / tally[cell, 1]
+        hits, tries = tally[min(same + step, LONGEST)]
+        odds[step] = hits / tries
+
+
+def _longest(text: list[int], length: int) -> tuple[int, int]:
+    """Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens."""
+    best, source, last = 0, -1, length - 1
+    for place in range(last - 1, max(last - 1 - REACH, -1), -1):
+        if text[place] != text[last]:
+            continue
+        same = 1
+        while same < LONGEST and same <= place and text[place - same] == text[last - same]:
+            same += 1
+        if same > best:
+            best, source = same, place + 1
+            if best == LONGEST:
+                break
+    return source, best

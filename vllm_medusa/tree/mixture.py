@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from vllm_medusa.tree import native
 from vllm_medusa.tree.lookup import Expected
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ def grow_mixture(tokens: Ints, probabilities: Floats, expected: Expected, num_no
     >>> grown.tokens.tolist(), grown.parents.tolist(), grown.ranks.tolist(), grown.reach.round(2)
     ([[5, 6, 4]], [[0, 1, 0]], [[1, 2, 0]], array([[0.65, 0.52, 0.3 ]], dtype=float32))
     """
-    batch = len(tokens)
+    (batch, num_heads, top_k), most = tokens.shape, expected.tokens.shape[1]
     grown = MixedTrees(
         np.full((batch, num_nodes), -1, dtype=np.int64),
         np.full((batch, num_nodes), -1, dtype=np.int64),
@@ -67,84 +67,85 @@ def grow_mixture(tokens: Ints, probabilities: Floats, expected: Expected, num_no
         np.zeros((batch, num_nodes), dtype=np.float32),
         np.zeros(batch, dtype=np.int64),
     )
-    _grow_all(tokens, probabilities, expected.tokens, expected.odds, *grown)
+    library = native.load()
+    if library is None:
+        for row in range(batch):
+            into = (part[row] for part in grown[:4])
+            grown.sizes[row] = _grow(tokens[row], probabilities[row], expected.tokens[row], expected.odds[row], *into)
+        return grown
+    given = (
+        np.ascontiguousarray(tokens, dtype=np.int64),
+        np.ascontiguousarray(probabilities, dtype=np.float32),
+        np.ascontiguousarray(expected.tokens, dtype=np.int64),
+        np.ascontiguousarray(expected.odds, dtype=np.float32),
+    )
+    library.medusa_grow(
+        *(part.ctypes.data for part in given),
+        *(batch, num_heads, top_k, most, num_nodes),
+        *(part.ctypes.data for part in grown),
+    )
     return grown
 
 
-@numba.njit(cache=True, nogil=True)
-def _grow_all(tokens, probabilities, expected, odds, out_tokens, parents, ranks, reach, sizes):  # type: ignore[no-untyped-def]
-    for row in range(len(tokens)):
-        sizes[row] = _grow(
-            tokens[row],
-            probabilities[row],
-            expected[row],
-            odds[row],
-            out_tokens[row],
-            parents[row],
-            ranks[row],
-            reach[row],
-        )
-
-
-@numba.njit(cache=True, nogil=True)
-def _grow(tokens, probabilities, expected, odds, out_tokens, parents, ranks, reach):  # type: ignore[no-untyped-def]
+def _grow(
+    tokens: Ints,
+    probabilities: Floats,
+    expected: Ints,
+    odds: Floats,
+    out_tokens: Ints,
+    parents: Ints,
+    ranks: Ints,
+    reach: Floats,
+) -> int:
     """Grow one tree into the last four arrays; the number of its nodes.
 
     Of every node in the tree two may be waiting: its best child among the heads' that is not in the tree yet, and its
     child on the lookup's path. They are few, so a scan for the best is quicker than a heap.
     """
     num_heads, top_k = tokens.shape
-    num_nodes = len(out_tokens)
-    worth = np.empty(2 * num_nodes + 2, np.float32)  # reach of each that waits
-    share = np.empty(2 * num_nodes + 2, np.float32)  # by which its head's probabilities are multiplied
-    facts = np.empty((2 * num_nodes + 2, 4), np.int64)  # row of its parent, its depth, its rank, its parent's twin
-    waiting = size = 0
+    known = np.where(probabilities > 0.0, probabilities, np.float32(0.0))  # a NaN is no confidence
+    waiting: list[_Waiting] = []
     row, depth, above, on_path = 0, 0, np.float32(1.0), True  # whose children come next: the root's
+    size = 0
     while True:
         twin, left = NOWHERE, above  # the head's candidate that the lookup names too
         if on_path and depth < len(expected) and expected[depth] >= 0:
             left = above * (np.float32(1.0) - odds[depth])
             value = above * odds[depth]
             twin = top_k
-            if depth < num_heads:
-                for rank in range(top_k):
-                    if tokens[depth, rank] == expected[depth]:
-                        twin = rank
-                        value += left * _known(probabilities[depth, rank])
-                        break
-            worth[waiting], share[waiting] = min(value, above), left
-            facts[waiting] = row, depth, twin, twin
-            waiting += 1
+            hits = np.flatnonzero(tokens[depth] == expected[depth]) if depth < num_heads else ()
+            if len(hits):
+                twin = int(hits[0])
+                value += left * known[depth, twin]
+            waiting.append(_Waiting(min(value, above), left, row, depth, twin, twin))
         first = 1 if twin == 0 else 0
         if depth < num_heads and first < top_k:
-            worth[waiting], share[waiting] = left * _known(probabilities[depth, first]), left
-            facts[waiting] = row, depth, first, twin
-            waiting += 1
+            waiting.append(_Waiting(left * known[depth, first], left, row, depth, first, twin))
 
-        best = 0
-        for place in range(1, waiting):
-            if worth[place] > worth[best]:
-                best = place
-        if size == num_nodes or waiting == 0 or not worth[best] > 0.0:
+        best = max(range(len(waiting)), key=lambda place: waiting[place].worth, default=NOWHERE)
+        if size == len(out_tokens) or best == NOWHERE or not waiting[best].worth > 0.0:
             return size
-        parent, depth, rank, twin = facts[best]
-        on_path = rank == twin
-        out_tokens[size] = expected[depth] if on_path else tokens[depth, rank]
-        parents[size], ranks[size], reach[size] = parent, rank, worth[best]
-        above = worth[best]
+        taken = waiting[best]
+        depth, on_path, above = taken.depth, taken.rank == taken.twin, taken.worth
+        out_tokens[size] = expected[depth] if on_path else tokens[depth, taken.rank]
+        parents[size], ranks[size], reach[size] = taken.parent, taken.rank, taken.worth
         size += 1
 
-        following = rank + 2 if rank + 1 == twin else rank + 1
+        following = taken.rank + (2 if taken.rank + 1 == taken.twin else 1)
         if not on_path and following < top_k:  # its next sibling takes its place
-            worth[best] = share[best] * _known(probabilities[depth, following])
-            facts[best, 2] = following
+            waiting[best] = taken._replace(worth=taken.share * known[depth, following], rank=following)
         else:
-            waiting -= 1
-            worth[best], share[best], facts[best] = worth[waiting], share[waiting], facts[waiting]
+            waiting[best] = waiting[-1]
+            waiting.pop()
         row, depth = size, depth + 1
 
 
-@numba.njit(cache=True, nogil=True)
-def _known(probability):  # type: ignore[no-untyped-def]
-    """A NaN is no confidence."""
-    return probability if probability > 0.0 else np.float32(0.0)
+class _Waiting(NamedTuple):
+    """A node that could come next: its reach, and by what its head's probabilities are multiplied."""
+
+    worth: np.float32
+    share: np.float32
+    parent: int
+    depth: int
+    rank: int
+    twin: int

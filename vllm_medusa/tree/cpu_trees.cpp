@@ -1,0 +1,149 @@
+// Following a request's text and growing trees from two sources, as lookup.py and mixture.py say it in Python: the same
+// steps in the same order, in float32 where they are. A plain C interface, see native.py beside this file.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace medusa {
+namespace {
+
+struct Match {
+  int64_t source, length, known;
+};
+
+struct Odds {
+  double hits, tries;
+};
+
+// Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens.
+void find_longest(const int32_t* text, int64_t length, int64_t longest, int64_t reach, Match& match) {
+  match.source = -1;
+  match.length = 0;
+  const int64_t last = length - 1;
+  for (int64_t place = last - 1; place >= std::max<int64_t>(last - reach, 0); --place) {
+    if (text[place] != text[last]) continue;
+    int64_t same = 1;
+    while (same < longest && same <= place && text[place - same] == text[last - same]) ++same;
+    if (same > match.length) {
+      match.length = same;
+      match.source = place + 1;
+      if (same == longest) return;
+    }
+  }
+}
+
+// A node that could come next.
+struct Waiting {
+  float worth, share;  // its reach, and by what its head's probabilities are multiplied
+  int64_t parent, depth, rank, twin;
+};
+
+inline float known(float probability) { return probability > 0.0f ? probability : 0.0f; }
+
+}  // namespace
+}  // namespace medusa
+
+extern "C" {
+
+// See Lookups.follow. match: source, length, known; tally: hits and tries by length 0 to longest.
+void medusa_follow(const int32_t* text, int64_t length, medusa::Match* match, medusa::Odds* tally, int64_t longest,
+                   int64_t reach, int64_t catch_up, double memory, int64_t most, int64_t* tokens, float* odds) {
+  if (match->known == 0 || match->known > length || length - match->known > catch_up) {
+    medusa::find_longest(text, length, longest, reach, *match);
+    match->known = length;
+  }
+  for (int64_t place = match->known; place < length; ++place) {
+    const bool right = match->source >= 0 && text[match->source] == text[place];
+    if (match->source >= 0) {
+      medusa::Odds& cell = tally[match->length];
+      if (cell.tries >= memory) cell.hits *= 0.5, cell.tries *= 0.5;
+      cell.hits += right;
+      cell.tries += 1.0;
+    }
+    if (right) {
+      ++match->source;
+      match->length = std::min(match->length + 1, longest);
+    } else {
+      medusa::find_longest(text, place + 1, longest, reach, *match);
+    }
+  }
+  match->known = length;
+  if (match->source < 0) return;
+  for (int64_t step = 0; step < most; ++step) {
+    const int64_t place = match->source + step;
+    tokens[step] = place < length ? text[place] : tokens[place - length];
+    const medusa::Odds& cell = tally[std::min(match->length + step, longest)];
+    odds[step] = float(cell.hits / cell.tries);
+  }
+}
+
+// See grow_mixture: tokens and probabilities [batch, heads, top_k], expected and odds [batch, most], the rest
+// [batch, nodes] and [batch].
+void medusa_grow(const int64_t* tokens, const float* probabilities, const int64_t* expected, const float* odds,
+                 int64_t batch, int64_t heads, int64_t top_k, int64_t most, int64_t nodes, int64_t* out_tokens,
+                 int64_t* parents, int64_t* ranks, float* reach, int64_t* sizes) {
+  std::vector<medusa::Waiting> waiting;
+  waiting.reserve(2 * nodes + 2);
+  for (int64_t request = 0; request < batch; ++request) {
+    waiting.clear();
+    int64_t size = 0, row = 0, depth = 0;
+    float above = 1.0f;
+    bool on_path = true;
+    while (true) {
+      const int64_t* guesses = tokens + depth * top_k;
+      const float* shares = probabilities + depth * top_k;
+      int64_t twin = -1;
+      float left = above;
+      if (on_path && depth < most && expected[depth] >= 0) {
+        left = above * (1.0f - odds[depth]);
+        float value = above * odds[depth];
+        twin = top_k;
+        for (int64_t rank = 0; depth < heads && rank < top_k; ++rank)
+          if (guesses[rank] == expected[depth]) {
+            twin = rank;
+            value += left * medusa::known(shares[rank]);
+            break;
+          }
+        waiting.push_back({std::min(value, above), left, row, depth, twin, twin});
+      }
+      const int64_t first = twin == 0 ? 1 : 0;
+      if (depth < heads && first < top_k)
+        waiting.push_back({left * medusa::known(shares[first]), left, row, depth, first, twin});
+
+      size_t best = 0;
+      for (size_t place = 1; place < waiting.size(); ++place)
+        if (waiting[place].worth > waiting[best].worth) best = place;
+      if (size == nodes || waiting.empty() || !(waiting[best].worth > 0.0f)) break;
+      medusa::Waiting& taken = waiting[best];
+      depth = taken.depth;
+      on_path = taken.rank == taken.twin;
+      out_tokens[size] = on_path ? expected[depth] : tokens[depth * top_k + taken.rank];
+      parents[size] = taken.parent;
+      ranks[size] = taken.rank;
+      reach[size] = above = taken.worth;
+      ++size;
+
+      const int64_t following = taken.rank + (taken.rank + 1 == taken.twin ? 2 : 1);
+      if (!on_path && following < top_k) {  // its next sibling takes its place
+        taken.worth = taken.share * medusa::known(probabilities[depth * top_k + following]);
+        taken.rank = following;
+      } else {
+        taken = waiting.back();
+        waiting.pop_back();
+      }
+      row = size;
+      ++depth;
+    }
+    sizes[request] = size;
+    tokens += heads * top_k;
+    probabilities += heads * top_k;
+    expected += most;
+    odds += most;
+    out_tokens += nodes;
+    parents += nodes;
+    ranks += nodes;
+    reach += nodes;
+  }
+}
+}
