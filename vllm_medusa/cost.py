@@ -15,7 +15,7 @@ GRID: tuple[int, ...] = (
     *(10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048),
 )
-
+LARGEST = GRID[-1]
 REFRESH = 8  # observations after which a curve is drawn anew
 
 
@@ -43,7 +43,7 @@ class StepCost:
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
-    _curve: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
+    _curve: tuple[npt.NDArray[np.float64], float] | None = None
     _since: int = 0  # observations that the curve does not hold yet
 
     @classmethod
@@ -73,12 +73,12 @@ class StepCost:
 
     def seconds(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the last slope goes on."""
-        sizes, times = self._smooth()
-        found = np.interp(tokens, sizes, times)
-        if len(sizes) >= 2:
-            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
-            found = found + np.maximum(np.subtract(tokens, sizes[-1]), 0) * slope
-        return np.asarray(found)
+        if self._curve is None:
+            self._curve = self._draw()
+        curve, slope = self._curve
+        tokens = np.asarray(tokens)
+        found = curve[np.minimum(tokens, LARGEST)]
+        return np.asarray(found if tokens.max() <= LARGEST else found + slope * np.maximum(tokens - LARGEST, 0))
 
     def table(self) -> list[dict[str, float]]:
         """One row per step size seen: tokens, milliseconds, steps."""
@@ -87,21 +87,22 @@ class StepCost:
             for size, cell in sorted(self.cells.items())
         ]
 
-    def _smooth(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Sizes and times that never fall: neighbours that contradict each other share their weighted mean."""
-        if self._curve is None:
-            blocks: list[tuple[float, float, list[int]]] = []  # (seconds, weight, sizes)
-            for size, cell in sorted(self.cells.items()):
-                block = (cell.seconds, float(min(cell.count, 20)), [size])
-                while blocks and blocks[-1][0] > block[0]:
-                    seconds, weight, members = blocks.pop()
-                    total = weight + block[1]
-                    block = ((seconds * weight + block[0] * block[1]) / total, total, members + block[2])
-                blocks.append(block)
-            sizes = [size for _, _, members in blocks for size in members]
-            times = [seconds for seconds, _, members in blocks for _ in members]
-            self._curve = (np.array(sizes, dtype=np.float64), np.array(times))
-        return self._curve
+    def _draw(self) -> tuple[npt.NDArray[np.float64], float]:
+        """Seconds of steps of 0 to LARGEST tokens, and per token beyond. Never falling: neighbours that contradict each
+        other share their weighted mean."""
+        blocks: list[tuple[float, float, list[int]]] = []  # (seconds, weight, sizes)
+        for size, cell in sorted(self.cells.items()):
+            block = (cell.seconds, float(min(cell.count, 20)), [size])
+            while blocks and blocks[-1][0] > block[0]:
+                seconds, weight, members = blocks.pop()
+                total = weight + block[1]
+                block = ((seconds * weight + block[0] * block[1]) / total, total, members + block[2])
+            blocks.append(block)
+        sizes = [size for _, _, members in blocks for size in members]
+        times = [seconds for seconds, _, members in blocks for _ in members]
+        slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) >= 2 else 0.0
+        tokens = np.arange(LARGEST + 1)
+        return np.interp(tokens, sizes, times) + np.maximum(tokens - sizes[-1], 0) * slope, slope
 
 
 def grid_size(tokens: int) -> int:

@@ -1,9 +1,14 @@
 // Following a request's text and growing trees from two sources, as lookup.py and mixture.py say it in Python: the same
-// steps in the same order, in float32 where they are. A plain C interface, see native.py beside this file.
+// steps in the same order, in float32 where they are; and the greedy walk of walk.py, which looks for the best token of
+// the rows that it reaches only. A plain C interface, see native.py beside this file.
+
+#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
+
+#include "../attention/kernel/vectors.h"
 
 namespace medusa {
 namespace {
@@ -38,6 +43,59 @@ struct Waiting {
   float worth, share;  // its reach, and by what its head's probabilities are multiplied
   int64_t parent, depth, rank, twin;
 };
+
+// The first of a row's largest elements; -1 if there is a NaN.
+template <class T>
+int64_t first_largest(const T* row, int64_t size) {
+  constexpr int64_t kLanes = 64;
+  float tops[kLanes];
+  int32_t numbers = 1;
+  std::fill(tops, tops + kLanes, -__builtin_inff());
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    int32_t here = 1;
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const float x = widen(row[i + lane]);
+      tops[lane] = x > tops[lane] ? x : tops[lane];
+      here &= x == x;
+    }
+    numbers &= here;
+  }
+  float top = *std::max_element(tops, tops + kLanes);
+  for (; i < size; ++i) {
+    const float x = widen(row[i]);
+    top = x > top ? x : top;
+    numbers &= x == x;
+  }
+  if (!numbers) return -1;
+  for (i = 0; i < size; ++i)
+    if (widen(row[i]) == top) return i;
+  return -1;
+}
+
+template <class T>
+bool greedy_walk(const T* logits, int64_t stride, int64_t vocab, const int64_t* first, const uint8_t* walks,
+                 const int64_t* tokens, const int64_t* parents, const int64_t* sizes, int64_t requests, int64_t width,
+                 int64_t* rows, int64_t* emitted, int64_t* lengths) {
+  bool numbers = true;
+#pragma omp parallel for schedule(dynamic) reduction(&& : numbers) if (requests > 1)
+  for (int64_t request = 0; request < requests; ++request) {
+    int64_t row = 0, length = 0;
+    while (row >= 0) {
+      const int64_t best = first_largest(logits + (first[request] + row) * stride, vocab);
+      numbers = numbers && best >= 0;
+      rows[request * (width + 1) + length] = row;
+      emitted[request * (width + 1) + length] = best;
+      ++length;
+      const int64_t standing = row;
+      row = -1;
+      for (int64_t node = 0; walks[request] && node < sizes[request] && row < 0; ++node)
+        if (parents[request * width + node] == standing && tokens[request * width + node] == best) row = node + 1;
+    }
+    lengths[request] = length;
+  }
+  return numbers;
+}
 
 inline float known(float probability) { return probability > 0.0f ? probability : 0.0f; }
 
@@ -145,5 +203,17 @@ void medusa_grow(const int64_t* tokens, const float* probabilities, const int64_
     ranks += nodes;
     reach += nodes;
   }
+}
+
+// See native.greedy_walk: tokens and parents [requests, width]; rows and emitted [requests, width + 1], filled up to
+// lengths. dtype: 0 float32, 1 bfloat16. 0 if there was a NaN on the way, else 1.
+int64_t medusa_greedy_walk(const void* logits, int64_t dtype, int64_t stride, int64_t vocab, const int64_t* first,
+                           const uint8_t* walks, const int64_t* tokens, const int64_t* parents, const int64_t* sizes,
+                           int64_t requests, int64_t width, int64_t* rows, int64_t* emitted, int64_t* lengths) {
+  if (dtype == 0)
+    return medusa::greedy_walk(static_cast<const float*>(logits), stride, vocab, first, walks, tokens, parents, sizes,
+                               requests, width, rows, emitted, lengths);
+  return medusa::greedy_walk(static_cast<const medusa::BFloat16*>(logits), stride, vocab, first, walks, tokens, parents,
+                             sizes, requests, width, rows, emitted, lengths);
 }
 }

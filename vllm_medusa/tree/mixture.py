@@ -59,7 +59,7 @@ def grow_mixture(tokens: Ints, probabilities: Floats, expected: Expected, num_no
     >>> grown.tokens.tolist(), grown.parents.tolist(), grown.ranks.tolist(), grown.reach.round(2)
     ([[5, 6, 4]], [[0, 1, 0]], [[1, 2, 0]], array([[0.65, 0.52, 0.3 ]], dtype=float32))
     """
-    (batch, num_heads, top_k), most = tokens.shape, expected.tokens.shape[1]
+    batch, num_heads, top_k = tokens.shape
     grown = MixedTrees(
         np.full((batch, num_nodes), -1, dtype=np.int64),
         np.full((batch, num_nodes), -1, dtype=np.int64),
@@ -70,8 +70,16 @@ def grow_mixture(tokens: Ints, probabilities: Floats, expected: Expected, num_no
     library = native.load()
     if library is None:
         for row in range(batch):
-            into = (part[row] for part in grown[:4])
-            grown.sizes[row] = _grow(tokens[row], probabilities[row], expected.tokens[row], expected.odds[row], *into)
+            grown.sizes[row] = _grow(
+                tokens[row],
+                probabilities[row],
+                expected.tokens[row],
+                expected.odds[row],
+                grown.tokens[row],
+                grown.parents[row],
+                grown.ranks[row],
+                grown.reach[row],
+            )
         return grown
     given = (
         np.ascontiguousarray(tokens, dtype=np.int64),
@@ -81,7 +89,7 @@ def grow_mixture(tokens: Ints, probabilities: Floats, expected: Expected, num_no
     )
     library.medusa_grow(
         *(part.ctypes.data for part in given),
-        *(batch, num_heads, top_k, most, num_nodes),
+        *(batch, num_heads, top_k, expected.tokens.shape[1], num_nodes),
         *(part.ctypes.data for part in grown),
     )
     return grown
@@ -113,7 +121,7 @@ def _grow(
             left = above * (np.float32(1.0) - odds[depth])
             value = above * odds[depth]
             twin = top_k
-            hits = np.flatnonzero(tokens[depth] == expected[depth]) if depth < num_heads else ()
+            hits = np.flatnonzero(tokens[depth : depth + 1] == expected[depth])  # none beyond the last head
             if len(hits):
                 twin = int(hits[0])
                 value += left * known[depth, twin]

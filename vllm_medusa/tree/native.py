@@ -1,4 +1,4 @@
-"""The compiled part of lookup and growth."""
+"""The compiled part of lookup, growth and the greedy walk."""
 
 from __future__ import annotations
 
@@ -8,19 +8,61 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
 from vllm_medusa.compiled import CannotBuild, load_library
 
 logger = logging.getLogger(__name__)
 
+Ints = npt.NDArray[np.int64]
+
 _SOURCE = Path(__file__).with_name("cpu_trees.cpp")
+_HEADER = Path(__file__).parents[1] / "attention" / "kernel" / "vectors.h"
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def greedy_walk(
+    logits: Tensor, first: Ints, walks: npt.NDArray[np.bool_], tokens: Ints, parents: Ints, sizes: Ints
+) -> tuple[Ints, Ints, Ints] | None:
+    """`walk.greedy_walk` over rows of logits of which only those that are reached are looked at.
+
+    Args:
+        logits: float32 or bfloat16 [rows, V] on a CPU, rows dense.
+        first: int64 [B], each request's root among the rows; its nodes follow.
+        walks: bool [B], False for requests that stop at their root.
+        tokens, parents: int64 [B, N]; sizes: int64 [B].
+
+    Returns:
+        Rows int64 [B, D + 1] and emitted tokens int64 [B, D + 1] of the paths, both padded with -1, and their lengths
+        int64 [B]. None if there is nothing compiled for this, or a NaN among the logits.
+    """
+    library = load() if logits.device.type == "cpu" and logits.dtype in _DTYPES and logits.stride(1) == 1 else None
+    if library is None:
+        return None
+    batch, width = tokens.shape
+    rows, emitted = np.full((2, batch, width + 1), -1, dtype=np.int64)
+    lengths = np.empty(batch, dtype=np.int64)
+    given = [np.ascontiguousarray(part) for part in (first, walks, tokens, parents, sizes)]
+    numbers = library.medusa_greedy_walk(
+        *(logits.data_ptr(), _DTYPES[logits.dtype], logits.stride(0), logits.shape[1]),
+        *(part.ctypes.data for part in given),
+        *(batch, width, rows.ctypes.data, emitted.ctypes.data, lengths.ctypes.data),
+    )
+    if not numbers:
+        return None
+    longest = int(lengths.max(initial=1))
+    return rows[:, :longest], emitted[:, :longest], lengths
 
 
 @lru_cache(maxsize=1)
 def load() -> Any:
-    """The library with `medusa_follow` and `medusa_grow`; None, said once, where it cannot be built: then Python does
+    """The library of the three; None, said once, where it cannot be built: then Python does
     the same, some tenths of a millisecond slower per request and step."""
     try:
-        library = load_library(_SOURCE)
+        library = load_library(_SOURCE, [_HEADER])
     except CannotBuild as error:
         logger.info("Trees grow without their compiled part: %s", error)
         return None
@@ -30,5 +72,11 @@ def load() -> Any:
         *(number, address, address),
     ]
     library.medusa_grow.argtypes = [*[address] * 4, *[number] * 5, *[address] * 5]
+    library.medusa_greedy_walk.argtypes = [
+        *(address, number, number, number),
+        *[address] * 5,
+        *(number, number, address, address, address),
+    ]
+    library.medusa_greedy_walk.restype = number
     library.medusa_follow.restype = library.medusa_grow.restype = None
     return library

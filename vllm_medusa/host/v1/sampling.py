@@ -23,6 +23,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_medusa.host.trees import StepTrees
 from vllm_medusa.host.v1.proposals import DrawnChildren, ProposalSampler
+from vllm_medusa.tree import native
 from vllm_medusa.tree.walk import Walk
 
 Bools = npt.NDArray[np.bool_]
@@ -88,13 +89,18 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
-        first = rows.trees.first_logit
+        trees, first = rows.trees, rows.trees.first_logit
         bare = sampling.all_greedy and _only_asks_for_tokens(sampling)
+        if bare:
+            found = native.greedy_walk(logits, first, ~rows.unfinished, trees.tokens, trees.parents, trees.sizes)
+            if found is not None:
+                self.walk = Walk(*map(torch.from_numpy, found))
+                return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=None)
 
         def draw(asked: Ints, standing: Ints, drawing: Bools) -> tuple[Tensor, LogprobsTensors | None]:
             at = torch.from_numpy(first[asked] + np.maximum(standing[asked], 0))
             if self.last_stage is not None:
-                self.last_stage.drawn = DrawnChildren.find(rows.trees, asked, standing, logits.shape[1])
+                self.last_stage.drawn = DrawnChildren.find(trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
             plain = _as_plain(sampling, torch.from_numpy(asked), drawing)
