@@ -14,8 +14,11 @@ class MedusaError(ValueError):
 
     @classmethod
     def of(cls, key: str, value: object, fix: str) -> "MedusaError":
-        """Build the message from the user's key, its value (shortened to 80 characters) and the fix."""
+        """Build the message from the user's key, its value and the fix.
+
+        A long value is shortened in its middle: a path ends with the file's name and line.
+        """
         shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        if len(shown) > 100:
+            shown = shown[:40] + "..." + shown[-57:]
         return cls(f"medusa: {key}={shown}: {fix}")

@@ -69,8 +69,10 @@ def test_probabilities_are_those_that_serving_will_see(record: Callable[..., Hid
     heads.config = heads.config.model_copy(update={"calibration": calibrate(heads, rows)})
     heads.bind(torch.eye(VOCAB), torch.eye(VOCAB))
     served = heads.candidates(rows.gather(np.arange(len(rows))).float(), None, 5)
-    np.testing.assert_array_equal(served.tokens.numpy(), guesses.tokens)
     np.testing.assert_allclose(served.probabilities.numpy(), guesses.probabilities, rtol=1e-5, atol=1e-6)
+    steps = np.diff(guesses.probabilities, axis=2) < -1e-6
+    apart = np.pad(steps, ((0, 0), (0, 0), (1, 0)), constant_values=True) & np.pad(steps, ((0, 0), (0, 0), (0, 1)))
+    np.testing.assert_array_equal(served.tokens.numpy()[apart], guesses.tokens[apart])  # the others tie
 
 
 def test_tokens_outside_the_draft_vocabulary_are_misses(record: Callable[..., HiddenRows]) -> None:
