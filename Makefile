@@ -54,12 +54,13 @@ $(STAMP): pyproject.toml Makefile
 demo: $(STAMP)
 	@$(BIN)/vllm-medusa demo $(if $(JSON),--json '$(JSON)') $(ARGS)
 
-# Two processes of tests, a thread each: more threads than cores only wait for each other.
+# Two processes of tests, a thread each: more threads than cores only wait for each other. In order: engines of one
+# process share state of the host's, and tests of training end theirs.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	  -m "not slow and not server and not gpu" $(ARGS)
 
 test-long: $(STAMP)
