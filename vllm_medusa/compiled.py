@@ -9,21 +9,21 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime must be there first, and becomes ours)
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 300
+_HEADERS = Path(__file__).with_name("attention") / "kernel"  # any source may include them
 
 
 class CannotBuild(Exception):
     """Why a library is not to be had on this machine, in words for a log."""
 
 
-def load_library(source: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """The library of one source file and the headers it includes, built if this machine has none yet (a few seconds).
+def load_library(source: Path) -> ctypes.CDLL:
+    """The library of one source file, built if this machine has none yet (a few seconds).
 
     Builds go to torch's folder for extensions (TORCH_EXTENSIONS_DIR, or the user's cache), named by everything that
     they depend on, and appear there at once and whole: processes that start together do not disturb each other.
@@ -32,7 +32,7 @@ def load_library(source: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL:
         CannotBuild: no compiler, one that fails, a folder that cannot be written.
     """
     try:
-        return ctypes.CDLL(str(_build(source, headers)))
+        return ctypes.CDLL(str(_build(source)))
     except FileNotFoundError:
         reason = "there is no C++ compiler; install g++ or name one in CXX"
     except subprocess.CalledProcessError as error:
@@ -42,13 +42,13 @@ def load_library(source: Path, headers: Sequence[Path] = ()) -> ctypes.CDLL:
     raise CannotBuild(reason)
 
 
-def _build(source: Path, headers: Sequence[Path]) -> Path:
+def _build(source: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++"))), None)
     if compiler is None:
         raise FileNotFoundError("g++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = hashlib.sha256("\0".join([compiler, version, *_FLAGS, _processor()]).encode())
-    for file in (source, *sorted(headers)):
+    for file in (source, *sorted(_HEADERS.glob("*.h"))):
         key.update(file.read_bytes())
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"

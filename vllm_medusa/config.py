@@ -16,6 +16,9 @@ from vllm_medusa.tree.topology import MAX_NODES, Tree
 
 SampleMethod = Literal["greedy", "probabilistic"]
 MODES = ("dynamic", "static", "chain")
+# Most nodes where neither user nor calibration names a number: what may pay at all on few CPU cores, and the public
+# Medusa tree's size.
+DEFAULT_NODES = {"cpu": 32, "cuda": 63}
 SETTINGS_KEY = "medusa"  # where the settings travel to the workers: VllmConfig.additional_config["medusa"]
 
 

@@ -1,27 +1,15 @@
 """What a text expects next, against a search that remembers nothing."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.tree import native
 from vllm_medusa.tree.lookup import CATCH_UP, FIRST_ODDS, LONGEST, MEMORY, Expected, Lookups
 
+pytestmark = pytest.mark.usefixtures("way")
+
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
-
-
-@pytest.fixture(params=["compiled", "python"], autouse=True, scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways to compute; the compiled one only where it can be compiled."""
-    if request.param == "compiled" and native.load() is None:
-        pytest.skip("no compiler on this machine")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "python":
-            patch.setattr(native, "load", lambda: None)
-        yield request.param
 
 
 def follow(lookups: Lookups, text: list[int], most: int = 8, request: str = "r") -> Expected:

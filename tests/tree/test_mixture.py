@@ -3,7 +3,6 @@
 import heapq
 import itertools
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,16 +16,7 @@ from vllm_medusa.tree.lookup import Expected
 from vllm_medusa.tree.mixture import grow_mixture
 from vllm_medusa.tree.topology import Tree
 
-
-@pytest.fixture(params=["compiled", "python"], autouse=True, scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways to compute; the compiled one only where it can be compiled."""
-    if request.param == "compiled" and native.load() is None:
-        pytest.skip("no compiler on this machine")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "python":
-            patch.setattr(native, "load", lambda: None)
-        yield request.param
+pytestmark = pytest.mark.usefixtures("way")
 
 
 def random_heads(rng: np.random.Generator, batch: int, heads: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -194,7 +194,7 @@ class SlotMover:
 def load_kernel() -> Kernel | None:
     """The compiled kernel of this machine; None, said once in the log, if it cannot be built (see compiled.py)."""
     try:
-        return Kernel(load_library(_SOURCE, list(_SOURCE.with_name("kernel").glob("*.h"))))
+        return Kernel(load_library(_SOURCE))
     except CannotBuild as error:
         logger.warning("Tree attention runs without its compiled kernel, slower on long texts: %s", error)
         return None

@@ -16,7 +16,6 @@ from vllm_medusa.compiled import CannotBuild, load_library
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu_heads.cpp")
-_HEADER = Path(__file__).parents[1] / "attention" / "kernel" / "vectors.h"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -75,7 +74,7 @@ def best_tokens(logits: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]
 def _load() -> Any:
     """The library; None, said once, where it cannot be built: torch's own operations do it then, a little slower."""
     try:
-        library = load_library(_SOURCE, [_HEADER])
+        library = load_library(_SOURCE)
     except CannotBuild as error:
         logger.info("Heads run without their compiled part: %s", error)
         return None

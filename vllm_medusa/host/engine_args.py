@@ -11,7 +11,7 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from vllm_medusa.config import SETTINGS_KEY, MedusaConfig, resolve
+from vllm_medusa.config import DEFAULT_NODES, SETTINGS_KEY, MedusaConfig, resolve
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
@@ -19,7 +19,6 @@ from vllm_medusa.heads.source import locate_heads
 PROPOSER = "vllm_medusa.proposer.MedusaProposer"
 CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
 SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
-DEFAULT_NODES = {"cpu": 32, "cuda": 63}  # where the heads' calibration names no number
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 

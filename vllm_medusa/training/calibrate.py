@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_medusa.config import DEFAULT_NODES
 from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HiddenRows
@@ -26,8 +27,6 @@ COARSE = tuple(np.geomspace(0.3, 4.0, 11).tolist())
 STEP, LEAST, MOST = COARSE[1] / COARSE[0], 0.05, 20.0
 # Temperatures are fitted on so many logits per head at most, 128 MB of them.
 FIT_LOGITS = 2**25
-# Most nodes where the user names no number: what may pay at all on few CPU cores, and the public Medusa tree's size.
-DEFAULT_NODES = {"cpu": 32, "cuda": 63}
 
 Rows = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

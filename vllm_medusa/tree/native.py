@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 
 _SOURCE = Path(__file__).with_name("cpu_trees.cpp")
-_HEADER = Path(__file__).parents[1] / "attention" / "kernel" / "vectors.h"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -62,7 +61,7 @@ def load() -> Any:
     """The library of the three; None, said once, where it cannot be built: then Python does
     the same, some tenths of a millisecond slower per request and step."""
     try:
-        library = load_library(_SOURCE, [_HEADER])
+        library = load_library(_SOURCE)
     except CannotBuild as error:
         logger.info("Trees grow without their compiled part: %s", error)
         return None

@@ -216,7 +216,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
         lengths = walk.lengths.numpy()
         self.statistics.count(trees, roots, paths, walk.tokens.numpy(), lengths, decoding)
-        if trees.num_nodes:
+        if trees.num_nodes and not self.guard.judged:
             self._watch_heads(trees, paths, decoding)
         return output
 
