@@ -90,6 +90,7 @@ class MedusaProposer:
         heads = load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab)
         heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
         heads.bind(unembedding, embedding)
+        heads.freeze()
         self.heads = heads.eval()
         if self.settings.draft_sample_method == "probabilistic":
             accuracy = rank_accuracy_of(heads.config)

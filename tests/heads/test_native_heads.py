@@ -49,27 +49,11 @@ def test_no_number_at_all_and_numbers_far_apart() -> None:
     torch.testing.assert_close(found[1], rising.softmax(-1).topk(3).values)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("outputs", "size"), [(1, 32), (7, 64), (2304, 576)])
-def test_products_of_one_or_two_rows(count: int, outputs: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(outputs)
-    rows = torch.randn(3, size, generator=generator).to(torch.bfloat16)[:count]
-    weight = torch.randn(outputs, size, generator=generator).to(torch.bfloat16)
-    found = native.product(rows, weight)
-    assert found is not None and found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), rows.float() @ weight.float().T, rtol=1e-2, atol=1e-2)
-
-
 def test_what_does_not_fit_is_left_to_torch() -> None:
-    row = torch.zeros(1, 64, dtype=torch.bfloat16)
-    assert native.product(row.float(), row.float()) is None
-    assert native.product(row.expand(3, 64), row) is None
-    assert native.product(row[:, :20], row[:, :20]) is None
-    assert native.product(row, torch.zeros(64, 8, dtype=torch.bfloat16).T) is None
-    assert native.best_tokens(row.double(), torch.ones(1), 1) is None
+    assert native.best_tokens(torch.zeros(1, 64).double(), torch.ones(1), 1) is None
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_load", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     row = torch.zeros(1, 64, dtype=torch.bfloat16)
-    assert native.product(row, row) is None and native.best_tokens(row, torch.ones(1), 1) is None
+    assert native.best_tokens(row, torch.ones(1), 1) is None

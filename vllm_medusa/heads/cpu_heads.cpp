@@ -1,58 +1,88 @@
-// What drafting asks of a CPU and no library does well: products of one or two rows with a matrix, and the best tokens
-// of rows of logits with their probabilities in one pass. A plain C interface, see native.py beside this file.
+// What drafting asks of a CPU and no library does well: all heads for a few rows at once, and the best tokens of rows of
+// logits with their probabilities in one pass. A plain C interface, see native.py beside this file.
 
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "../attention/kernel/vectors.h"
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
 namespace medusa {
 namespace {
 
-// R dot products with one row of a matrix, out[r * step] each; `size` is a multiple of 32.
-template <int R>
-inline void dots(const BFloat16* weight, const BFloat16* rows, int64_t size, float* out, int64_t step) {
-#ifdef __AVX512BF16__
-  __m512 sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
-  for (int64_t d = 0; d < size; d += 32) {
-    const __m512bh w = (__m512bh)_mm512_loadu_si512(weight + d);
-    for (int r = 0; r < R; ++r)
-      sums[r] = _mm512_dpbf16_ps(sums[r], w, (__m512bh)_mm512_loadu_si512(rows + r * size + d));
-  }
-  for (int r = 0; r < R; ++r) {
-    Vec values;
-    std::memcpy(&values, &sums[r], 64);
-    out[r * step] = sum(values);
-  }
+// A matrix [outputs, size] in bytes, scales[m] to each row; `size` is a multiple of 16.
+struct Matrix {
+  const int8_t* bytes;
+  const float* scales;
+  int64_t outputs, size;
+};
+
+inline Vec whole(const int8_t* bytes) {  // GCC 12 takes conversions of byte vectors apart, one number at a time
+#ifdef __AVX512F__
+  const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
+  Vec values;
+  std::memcpy(&values, &wide, 64);
+  return values;
 #else
-  Vec sums[R] = {};
-  for (int64_t d = 0; d < size; d += 16) {
-    Vec w, x;
-    for (int i = 0; i < 16; ++i) w[i] = widen(weight[d + i]);
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < 16; ++i) x[i] = widen(rows[r * size + d + i]);
-      sums[r] += w * x;
-    }
-  }
-  for (int r = 0; r < R; ++r) out[r * step] = sum(sums[r]);
+  float wide[16];
+  for (int i = 0; i < 16; ++i) wide[i] = bytes[i];
+  return load(wide);
 #endif
 }
 
-template <int R>
-void product(const BFloat16* rows, const BFloat16* weight, float* out, int64_t outputs, int64_t size) {
-#pragma omp parallel for schedule(static)
-  for (int64_t m = 0; m < outputs; ++m) dots<R>(weight + m * size, rows, size, out + m, outputs);
+// give(r, m, rows[r, :] . matrix[m, :]) for R rows, in each thread of a team for its part of the matrix, read once.
+template <int R, class Give>
+inline void product(const float* rows, const Matrix& matrix, Give give) {
+  const int64_t size = matrix.size, pairs = (matrix.outputs + 1) / 2;
+#pragma omp for schedule(static)
+  for (int64_t pair = 0; pair < pairs; ++pair) {  // two rows of the matrix at once: twice as many sums under way
+    const int64_t one = 2 * pair, two = std::min(one + 1, matrix.outputs - 1);
+    const int8_t *first = matrix.bytes + one * size, *second = matrix.bytes + two * size;
+    Vec sums[2][R] = {};
+    for (int64_t d = 0; d < size; d += 16) {
+      const Vec w = whole(first + d), v = whole(second + d);
+      for (int r = 0; r < R; ++r) {
+        const Vec x = load(rows + r * size + d);
+        sums[0][r] += w * x;
+        sums[1][r] += v * x;
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      give(r, one, sum(sums[0][r]) * matrix.scales[one]);
+      if (two != one) give(r, two, sum(sums[1][r]) * matrix.scales[two]);
+    }
+  }
+}
+
+// The same for any number of rows, eight at a time: each thread's part of the matrix stays in its cache meanwhile.
+template <class Give>
+inline void product(int64_t count, const float* rows, const Matrix& matrix, Give give) {
+  for (int64_t done = 0; done < count; done += 8) {
+    const float* const some = rows + done * matrix.size;
+    const auto shifted = [&](int64_t r, int64_t m, float x) { give(done + r, m, x); };
+    switch (std::min<int64_t>(count - done, 8)) {
+      case 1: product<1>(some, matrix, shifted); break;
+      case 2: product<2>(some, matrix, shifted); break;
+      case 3: product<3>(some, matrix, shifted); break;
+      case 4: product<4>(some, matrix, shifted); break;
+      case 5: product<5>(some, matrix, shifted); break;
+      case 6: product<6>(some, matrix, shifted); break;
+      case 7: product<7>(some, matrix, shifted); break;
+      default: product<8>(some, matrix, shifted);
+    }
+  }
 }
 
 constexpr int64_t kChunk = 64;  // logits of a row that are looked at together
 constexpr int64_t kRows = 16;   // rows that are read together
+
+inline float number(float logit) { return logit == logit ? logit : -__builtin_inff(); }  // a NaN is no candidate
 
 // What is known of a row so far: its largest logit, its sum of exponentials below that (online softmax, Milakov and
 // Gimelshein, arXiv:1805.02867), its best tokens.
@@ -82,7 +112,27 @@ struct Best {
                       token);
       }
   }
+
+  // Write the `most` best places and their probabilities; zeros where there are fewer.
+  void tell(int64_t* places, float* probabilities, int64_t most) const {
+    for (int64_t k = 0; k < most; ++k) {
+      const bool there = k < int64_t(tokens.size());
+      places[k] = there ? tokens[k].second : 0;
+      probabilities[k] = there ? exponential(broadcast(tokens[k].first - maximum))[0] / weight : 0.0f;
+    }
+  }
 };
+
+// Heads whose matrices all serve every head: h_k = h + SiLU(first h + root e + bias) taken by head, or, with a layer
+// that they share, h_k = h + back_k SiLU(...) + back_bias_k; then logits_k = scale_k unembedding h_k.
+struct Heads {
+  Matrix first, root, back, unembedding;  // no bytes: there is none
+  const float *bias, *back_bias, *scales;
+  const BFloat16* embedding;  // [tokens, hidden]
+  int64_t heads, hidden;
+};
+
+inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 template <class T>
 void best(const T* logits, const float* scales, int64_t* places, float* probabilities, int64_t count, int64_t outputs,
@@ -96,23 +146,27 @@ void best(const T* logits, const float* scales, int64_t* places, float* probabil
       const int64_t here = std::min(kChunk, outputs - first);
       for (int64_t m = 0; m < here; ++m)  // rows of a product with the matrix on its left stand side by side
         for (int64_t r = 0; r < rows; ++r) {
-          const float logit = scales[block + r] * widen(logits[(block + r) * row + (first + m) * column]);
-          chunk[r][m] = logit == logit ? logit : -__builtin_inff();  // a NaN is no candidate
+          chunk[r][m] = number(scales[block + r] * widen(logits[(block + r) * row + (first + m) * column]));
         }
       for (int64_t r = 0; r < rows; ++r) {
         std::fill(chunk[r] + here, chunk[r] + kChunk, -__builtin_inff());
         found[r].take(chunk[r], first, size_t(most));
       }
     }
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t k = 0; k < most; ++k) {
-        const bool there = k < int64_t(found[r].tokens.size());
-        const int64_t at = (block + r) * most + k;
-        places[at] = there ? found[r].tokens[k].second : 0;
-        probabilities[at] =
-            there ? exponential(broadcast(found[r].tokens[k].first - found[r].maximum))[0] / found[r].weight : 0.0f;
-      }
+    for (int64_t r = 0; r < rows; ++r) found[r].tell(places + (block + r) * most, probabilities + (block + r) * most, most);
   }
+}
+
+void best_of_row(const float* logits, int64_t outputs, int64_t* places, float* probabilities, int64_t most) {
+  Best found;
+  float chunk[kChunk];
+  for (int64_t first = 0; first < outputs; first += kChunk) {
+    const int64_t here = std::min(kChunk, outputs - first);
+    for (int64_t m = 0; m < here; ++m) chunk[m] = number(logits[first + m]);
+    std::fill(chunk + here, chunk + kChunk, -__builtin_inff());
+    found.take(chunk, first, size_t(most));
+  }
+  found.tell(places, probabilities, most);
 }
 
 }  // namespace
@@ -131,12 +185,44 @@ extern "C" void medusa_best(const void* logits, int64_t dtype, const float* scal
                  column, most);
 }
 
-// out[r, m] = rows[r, :] . weight[m, :], float32 [count, outputs] from dense bfloat16 [count, size] and [outputs, size];
-// count 1 or 2, `size` a multiple of 32.
-extern "C" void medusa_product(const medusa::BFloat16* rows, const medusa::BFloat16* weight, float* out, int64_t count,
-                               int64_t outputs, int64_t size) {
-  if (count == 1)
-    medusa::product<1>(rows, weight, out, outputs, size);
-  else
-    medusa::product<2>(rows, weight, out, outputs, size);
+// The `most` likeliest tokens of each of `count` * heads rows, as medusa_best gives them, from hidden rows
+// bfloat16 [count, hidden] and root tokens int64 [count]. One team of threads for all of it: between small products,
+// waking one takes as long as the product.
+extern "C" void medusa_guess(const medusa::Heads* given, const medusa::BFloat16* hidden, const int64_t* roots,
+                             int64_t* places, float* probabilities, int64_t count, int64_t most) {
+  const medusa::Heads h = *given;
+  const int64_t inner_size = h.first.outputs, rows = count * h.heads, outputs = h.unembedding.outputs;
+  std::vector<float> wide(count * h.hidden), root(count * h.hidden), inner(count * inner_size);
+  std::vector<float> states(rows * h.hidden), logits(rows * outputs);
+  for (int64_t b = 0; b < count; ++b)
+    for (int64_t d = 0; d < h.hidden; ++d) {
+      wide[b * h.hidden + d] = medusa::widen(hidden[b * h.hidden + d]);
+      if (h.root.bytes) root[b * h.hidden + d] = medusa::widen(h.embedding[roots[b] * h.hidden + d]);
+    }
+#pragma omp parallel
+  {
+    float* const in = inner.data();
+    medusa::product(count, wide.data(), h.first, [&](int64_t b, int64_t m, float x) {
+      in[b * inner_size + m] = x + (h.bias ? h.bias[m] : 0.0f);
+    });
+    if (h.root.bytes)  // the same thread has the same rows of both
+      medusa::product(count, root.data(), h.root, [&](int64_t b, int64_t m, float x) { in[b * inner_size + m] += x; });
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count * inner_size; ++i) in[i] = medusa::silu(in[i]);
+    const auto set_state = [&](int64_t b, int64_t m, float x) {
+      states[b * h.heads * h.hidden + m] = wide[b * h.hidden + m % h.hidden] + x;
+    };
+    if (h.back.bytes) {
+      medusa::product(count, in, h.back, [&](int64_t b, int64_t m, float x) { set_state(b, m, x + h.back_bias[m]); });
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < count * inner_size; ++i) set_state(i / inner_size, i % inner_size, in[i]);
+    }
+    medusa::product(rows, states.data(), h.unembedding, [&](int64_t r, int64_t m, float x) {
+      logits[r * outputs + m] = x * h.scales[r % h.heads];
+    });
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; ++r)
+      medusa::best_of_row(logits.data() + r * outputs, outputs, places + r * most, probabilities + r * most, most);
+  }
 }

@@ -22,6 +22,7 @@ from torch.nn import functional
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads import native
 from vllm_medusa.heads.config import HeadsConfig, is_padding
+from vllm_medusa.heads.frozen import FrozenHeads
 
 _FEW_ROWS = 128
 _GROUP = 128
@@ -92,6 +93,7 @@ class MedusaHeads(nn.Module):
         self._bound_unembedding: Tensor | None = None
         self._bound_embedding: Tensor | None = None
         self._scale: Tensor | None = None
+        self._frozen: FrozenHeads | None = None
 
     def bind(self, unembedding: Tensor, embedding: Tensor) -> None:
         """Tie the heads to a target.
@@ -127,6 +129,13 @@ class MedusaHeads(nn.Module):
         temperatures = calibration.temperatures if calibration is not None else [1.0] * config.num_heads
         scale = torch.tensor([config.logit_scale / temperature for temperature in temperatures])
         self._scale = scale.to(unembedding.device)[None, :, None]
+        self._frozen = None
+
+    def freeze(self) -> None:
+        """After `bind`, once no weight changes any more: `candidates` of few rows come from a quick copy."""
+        if FrozenHeads.suits(self):
+            assert self._scale is not None
+            self._frozen = FrozenHeads(self, self._scale.flatten(), self._bound_embedding)
 
     def _cut_to(self, vocab: int) -> None:
         """Leave out tokens from `vocab` on: padding that the target does not have, so it never says them."""
@@ -205,6 +214,9 @@ class MedusaHeads(nn.Module):
     def candidates(self, hidden: Tensor, root_tokens: Tensor | None, k: int) -> Candidates:
         """The `k` likeliest tokens of every head. Arguments as in `states`; see `Candidates` for the result."""
         assert self._scale is not None, "bind comes first"
+        if self._frozen is not None and self._frozen.takes(hidden):
+            places, probabilities = self._frozen.guess(hidden, root_tokens, k)
+            return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
         logits = self._logits(self.states(hidden, root_tokens))
         rows, heads = logits.shape[:2]
         found = native.best_tokens(logits.flatten(0, 1), self._scale.flatten().repeat(rows), k)
@@ -229,10 +241,7 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
     On a CPU, oneDNN packs the right matrix anew at every call. For few rows that costs more than the product, so
     there the large matrix goes to the left (8192 x 576 in bfloat16, 4 rows: 0.6 ms in place of 1.0 on one core).
-    One or two rows take a kernel of ours.
     """
-    if rows.ndim == 2 and (found := native.product(rows, weight)) is not None:
-        return found
     if rows.device.type == "cpu" and rows.shape[-2] <= _FEW_ROWS:
         return (weight @ rows.transpose(-1, -2)).transpose(-1, -2)
     return rows @ weight.transpose(-1, -2)
