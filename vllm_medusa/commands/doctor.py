@@ -1,14 +1,31 @@
 """The `doctor` command: whether this installation can serve."""
 
+from typing import Annotated
+
 import typer
 from rich.console import Console
 
-from vllm_medusa.commands.options import JsonOption
+from vllm_medusa.commands.options import JsonOption, readable_errors
 
 
-def doctor(json_file: JsonOption = None) -> None:
-    """Check this installation: vLLM's version and what we rely on in it, the plugin, the platform, kernel and heads."""
-    from vllm_medusa.doctor import run_checks
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Your target: a folder or hub id, to be checked too.")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Your heads: a folder or hub id. Default: the bundled ones.")
+    ] = None,
+    self_check: Annotated[
+        bool, typer.Option("--self-check/--no-self-check", help="Serve a tiny model, plain and with trees.")
+    ] = True,
+    seconds: Annotated[float, typer.Option(min=1.0, help="When to give the self-check up.")] = 120.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Check this installation: vLLM, plugin, kernel, machine, heads, and that trees say what plain vLLM says.
 
-    if not run_checks(Console(), json_file):
+    Exits with 1 if Medusa cannot serve here.
+    """
+    from vllm_medusa.doctor.report import Questions, run_checks
+
+    with readable_errors():
+        fine = run_checks(Console(), Questions(model, heads, self_check, seconds), json_file)
+    if not fine:
         raise typer.Exit(1)

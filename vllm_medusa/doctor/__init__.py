@@ -1,0 +1,1 @@
+"""What `vllm-medusa doctor` looks at: the installation, the machine, heads with their model, and a try."""
