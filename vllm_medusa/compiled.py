@@ -22,6 +22,10 @@ class CannotBuild(Exception):
     """Why a library is not to be had on this machine, in words for a log."""
 
 
+class _NoCompiler(Exception):
+    """None is found: not to be mistaken for a folder that is not there."""
+
+
 def load_library(source: Path) -> ctypes.CDLL:
     """The library of one source file, built if this machine has none yet (a few seconds).
 
@@ -33,7 +37,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     """
     try:
         return ctypes.CDLL(str(_build(source)))
-    except FileNotFoundError:
+    except _NoCompiler:
         reason = "there is no C++ compiler; install g++ or name one in CXX"
     except subprocess.CalledProcessError as error:
         reason = f"the C++ compiler failed: {error.stderr.strip()[-800:]}"
@@ -45,7 +49,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 def _build(source: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++"))), None)
     if compiler is None:
-        raise FileNotFoundError("g++")
+        raise _NoCompiler
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = hashlib.sha256("\0".join([compiler, version, *_FLAGS, _processor()]).encode())
     for file in (source, *sorted(_HEADERS.glob("*.h"))):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.config import HeadsConfig
-from vllm_medusa.tree.choices import PRESETS, load_choices, parse_choices
+from vllm_medusa.tree.choices import PRESETS, load_choices, parse_choices, read_paths
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import MAX_NODES, Tree
 
@@ -23,9 +23,20 @@ SETTINGS_KEY = "medusa"  # where the settings travel to the workers: VllmConfig.
 
 
 def _strict_int(value: Any) -> Any:
-    if isinstance(value, bool | float | str):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise ValueError("must be a whole number")
     return value
+
+
+def _strict_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return value
+
+
+def _strict_tree(value: Any) -> Any:
+    """A name, or paths of whole numbers as they were written: 0.0, true and "0" are none."""
+    return [list(path) for path in read_paths(value)] if isinstance(value, list | tuple) else _strict_text(value)
 
 
 class MedusaConfig(BaseModel):
@@ -37,9 +48,9 @@ class MedusaConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field(min_length=1)
+    model: Annotated[str, BeforeValidator(_strict_text), Field(min_length=1)]
     num_speculative_tokens: Annotated[int, BeforeValidator(_strict_int), Field(ge=1, le=MAX_NODES)] | None = None
-    tree: str | list[list[int]] = "dynamic"
+    tree: Annotated[str | list[list[int]], BeforeValidator(_strict_tree)] = "dynamic"
     adaptive: Annotated[bool, Field(strict=True)] = True
     draft_vocab: Annotated[bool, Field(strict=True)] = True
     draft_sample_method: SampleMethod = "greedy"
@@ -131,6 +142,11 @@ def resolve(
 
     Raises:
         MedusaError: a tree that these heads cannot fill.
+
+    >>> asked = MedusaConfig(model="heads/", tree="static", num_speculative_tokens=3)
+    >>> accuracy = [[0.6, 0.2], [0.5, 0.1]]
+    >>> resolve(asked, "heads/", num_heads=2, top_k=2, rank_accuracy=accuracy, default_nodes=16).fixed_tree
+    Tree(parents=(0, 1, 0), ranks=(0, 0, 1))
     """
     nodes = config.num_speculative_tokens
     tree = _fixed_tree(config.tree, nodes or default_nodes, num_heads, top_k, rank_accuracy)
@@ -185,6 +201,9 @@ def _fixed_tree(
 def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaError:
     """The first finding of pydantic as one of our sentences."""
     first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, MedusaError):
+        return cause
     key = str(first["loc"][0]) if first["loc"] else "speculative_config"
     expected = {
         "model": "name the heads: a folder or a hub id",

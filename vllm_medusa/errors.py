@@ -18,7 +18,12 @@ class MedusaError(ValueError):
 
         A long value is shortened in its middle: a path ends with the file's name and line.
         """
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except (ValueError, RecursionError):  # a number of thousands of digits, a list thousands deep
+            shown = f"({type(value).__name__}, too large to show)"
         if len(shown) > 100:
             shown = shown[:40] + "..." + shown[-57:]
-        return cls(f"medusa: {key}={shown}: {fix}")
+        message = f"medusa: {key}={shown}: {fix}"
+        # Names and reasons come from files of strangers: one line, and nothing that a terminal would obey.
+        return cls("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))

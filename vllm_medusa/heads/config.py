@@ -11,6 +11,8 @@ from vllm_medusa.errors import MedusaError
 FORMAT: Literal["vllm-medusa/1"] = "vllm-medusa/1"
 # Vocabularies are padded to multiples of this, for even memory and even shares of it.
 _PADDED_TO, _MOST_PADDING = 64, 1024
+# What no model comes near: sizes beyond are mistakes, and would overflow what is made from them.
+_LARGEST_ROW, _LARGEST_VOCAB = 2**20, 2**24
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -43,7 +45,7 @@ class Calibration(BaseModel):
     num_speculative_tokens: dict[str, int] = {}
     ece_before: list[float] | None = None
     ece_after: list[float] | None = None
-    rows: int | None = None
+    rows: int | None = Field(default=None, ge=0)
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:
@@ -53,6 +55,11 @@ class Calibration(BaseModel):
             raise ValueError("accuracies in rank_accuracy lie between 0 and 1; calibrate the heads again")
         if not all(1 <= nodes <= 128 for nodes in self.num_speculative_tokens.values()):
             raise ValueError("num_speculative_tokens lies between 1 and 128")
+        for name, errors in (("ece_before", self.ece_before), ("ece_after", self.ece_after)):
+            if errors is None:
+                continue
+            if len(errors) != len(self.temperatures) or not all(0.0 <= error <= 1.0 for error in errors):
+                raise ValueError(f"{name} holds one error between 0 and 1 per head; calibrate the heads again")
         return self
 
 
@@ -82,15 +89,15 @@ class HeadsConfig(BaseModel):
     format: Literal["vllm-medusa/1"] = FORMAT
     num_heads: int = Field(ge=1, le=32)
     num_layers: int = Field(ge=0, le=16)
-    hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=0)
+    hidden_size: int = Field(ge=1, le=_LARGEST_ROW)
+    vocab_size: int = Field(ge=0, le=_LARGEST_VOCAB)
     root_conditioned: bool = False
-    trunk_size: int | None = Field(default=None, ge=1)
+    trunk_size: int | None = Field(default=None, ge=1, le=_LARGEST_ROW)
     bias: bool = True
     unembedding: Literal["target", "shared", "per_head"] = "target"
     draft_vocab_size: int | None = Field(default=None, ge=1)
     top_k: int = Field(default=10, ge=1, le=128)
-    logit_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    logit_scale: float = Field(default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False)
     base_model: str | None = None
     calibration: Calibration | None = None
     training: dict[str, Any] | None = None

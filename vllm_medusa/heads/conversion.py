@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from vllm_medusa.errors import MedusaError
@@ -61,11 +63,13 @@ def convert(source: str, folder: Path, to: str, model: str | None = None) -> Con
             heads are checked against it, and what they do not say of it is filled in.
 
     Raises:
-        MedusaError: heads that cannot be read, do not fit `model`, or cannot be said in the format asked for.
+        MedusaError: heads that cannot be read, do not fit `model`, or cannot be said in the format asked for; a
+            folder that cannot be written.
     """
+    folder = folder.absolute()
     if to not in FORMATS:
         raise MedusaError.of("to", to, f"choose {' or '.join(FORMATS)}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if os.path.lexists(folder) and (not folder.is_dir() or folder.is_symlink() or any(folder.iterdir())):
         raise MedusaError.of("dst", str(folder), "holds something already; name a new folder")
     read = locate_heads(source)
     origin, heads = open_folder(read).origin, load_heads(read)
@@ -83,16 +87,27 @@ def convert(source: str, folder: Path, to: str, model: str | None = None) -> Con
         else:
             save_vllm(heads, partial, unembedding)
         compared = _compare(heads, load_heads(partial))
-        kept = [file for pattern in _KEPT for file in sorted(read.glob(pattern)) if file.is_file()]
+        kept = [file for pattern in _KEPT for file in sorted(read.glob(pattern)) if _belongs(file)]
         for file in kept:
             shutil.copyfile(file, partial / file.name)
         if folder.exists():
             folder.rmdir()
         partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        fix = f"cannot be written ({reason}); name a new folder where you may write"
+        raise MedusaError.of("dst", str(folder), fix) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     note = _NOTES.get((to, heads.config.unembedding), "") if heads.config.draft_vocab_size else ""
     return Conversion(folder, origin, heads.config, compared, tuple(file.name for file in kept), note)
+
+
+def _belongs(file: Path) -> bool:
+    """A file of the folder itself, or of the hub's cache, which keeps links: others are not ours to copy."""
+    real = file.resolve()
+    in_cache = file.parent.parent.name == "snapshots" and real.parent == file.parent.parent.with_name("blobs").resolve()
+    return file.is_file() and (real.parent == file.parent.resolve() or in_cache)
 
 
 def _fit(heads: MedusaHeads, model: str) -> Tensor:

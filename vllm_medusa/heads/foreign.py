@@ -35,7 +35,11 @@ def read_foreign(raw: Mapping[str, Any], shapes: Mapping[str, Shape], where: str
     """
     layout = find_layout(shapes, raw, where)
     embedded = raw.get(EMBEDDED)
-    if isinstance(embedded, dict):
+    if embedded is not None and not isinstance(embedded, dict):
+        raise MedusaError.of(
+            f"{where}: {EMBEDDED}", embedded, "must hold our config, an object; convert the heads again"
+        )
+    if embedded is not None:
         config = HeadsConfig.parse(embedded, f"{where}: {EMBEDDED}")
     else:
         config = _config(raw, layout, shapes, where)

@@ -22,10 +22,11 @@ from vllm_medusa.errors import MedusaError
 Origin = Literal["vLLM", "FasterDecoding", "TGI v2", "TensorRT Model Optimizer"]
 
 _PREFIX = r"(?:(?:model\.)?medusa_heads?\.)?"
-_BLOCK = re.compile(rf"{_PREFIX}(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.(\w+)")
-_UNEMBEDDING = re.compile(rf"{_PREFIX}(\d+)\.(?:(\d+)|lm_head)\.(\w+)")
-_MODERN_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)")
-_MODERN = re.compile(r"lm_heads\.\d+\.weight|lm_head\.weight|token_map")
+_COUNT = r"(0|[1-9][0-9]{0,3})"  # heads and blocks are counted in tens
+_BLOCK = re.compile(rf"{_PREFIX}{_COUNT}\.(?:medusa_layers\.)?{_COUNT}\.linear\.(\w+)")
+_UNEMBEDDING = re.compile(rf"{_PREFIX}{_COUNT}\.(?:{_COUNT}|lm_head)\.(\w+)")
+_MODERN_BLOCK = re.compile(rf"blocks\.{_COUNT}\.layers\.{_COUNT}\.(?:weight|bias)")
+_MODERN = re.compile(rf"lm_heads\.{_COUNT}\.weight|lm_head\.weight|token_map")
 
 
 @dataclass(frozen=True)

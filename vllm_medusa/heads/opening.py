@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from vllm_medusa.heads.config import FORMAT, HeadsConfig
 from vllm_medusa.heads.foreign import Plan, read_foreign
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.storage import Shape, Weights, open_weights
+from vllm_medusa.json_file import NotJson, load_json
 
 CONFIG = "config.json"
 
@@ -43,6 +44,10 @@ def open_folder(folder: Path) -> OpenedHeads:
         raise MedusaError.of(
             "heads", str(folder), "no such folder; name the folder that holds config.json and the weights"
         )
+    try:
+        os.listdir(os.path.join(folder, "."))  # through the folder: needs the right to list it and to enter it
+    except OSError:
+        raise MedusaError.of("heads", str(folder), "may not be read; change the folder's rights, or copy it") from None
     raw = read_json(folder / CONFIG)
     weights = open_weights(folder)
     where = str(folder / CONFIG)
@@ -56,6 +61,9 @@ def open_folder(folder: Path) -> OpenedHeads:
     else:
         config, plan, layout = read_foreign(raw, weights.shapes, where)
         opened = OpenedHeads(config, plan, weights, layout.origin)
+    if not opened.plan:
+        fix = "such heads have no weights, all of them guess what the target's own row says; give trained heads"
+        raise MedusaError.of(f"{where}: num_layers", config.num_layers, fix)
     _check_shapes(opened, folder)
     return opened
 
@@ -66,12 +74,12 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         MedusaError: no such file, or no JSON object in it.
     """
+    if not os.path.lexists(file):
+        raise MedusaError.of("heads", str(file.parent), f"holds no {file.name}; name a folder of heads")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MedusaError.of("heads", str(file.parent), f"holds no {file.name}; name a folder of heads") from None
-    except (OSError, ValueError) as error:
-        fix = f"is not valid JSON ({error}); download or train the heads again"
+        raw = load_json(file)
+    except NotJson as error:
+        fix = f"{error}; correct it, or download or train the heads again"
         raise MedusaError.of(f"heads in {file.parent}", file.name, fix) from None
     if not isinstance(raw, dict):
         raise MedusaError.of(f"heads in {file.parent}", file.name, "must hold one JSON object")
@@ -100,3 +108,8 @@ def _check_shapes(opened: OpenedHeads, folder: Path) -> None:
             if shape not in (single, whole):
                 fix = f"the config asks for {list(single)}; give config and weights of the same training"
                 raise MedusaError.of(f"{weights.files[source]}: {source}", list(shape), fix)
+    # Others' folders may hold more, their target's tensors say; in ours, one too many is one that would not be used.
+    extra = sorted(set(weights.shapes) - set(plan)) if opened.origin == FORMAT else []
+    if extra:
+        fix = "the config does not speak of it; give config and weights of the same training"
+        raise MedusaError.of(f"{weights.files[extra[0]]}: tensor", extra[0], fix)

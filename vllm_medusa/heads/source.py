@@ -7,7 +7,8 @@ from pathlib import Path
 
 from vllm_medusa.errors import MedusaError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Not "../heads" or "./heads": these are folders that are not there.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _FILES = ("*.json", "*.safetensors", "*.pt", "*.bin")
 # Weights, and what a tokenizer and its chat template are made of.
 _TARGET_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -46,24 +47,37 @@ def is_hub_id(model: str) -> bool:
     >>> is_hub_id("HuggingFaceTB/SmolLM2-135M-Instruct"), is_hub_id(".")
     (True, False)
     """
-    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
+    return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
 def _locate(model: str, files: tuple[str, ...], wanted: str) -> Path:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, a home of nobody, a folder above without rights
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise MedusaError.of("model", model, f"cannot be looked at ({reason}); name {wanted}, or a hub id") from None
+    if is_folder:
         return folder
-    if folder.exists():
+    if is_there:
         raise MedusaError.of("model", model, "this is a file; name the folder that holds config.json and the weights")
     if not is_hub_id(model):
         raise MedusaError.of("model", model, f"no such folder; name {wanted}, or a hub id")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(files)))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise MedusaError.of(
-            "model", model, f"no such folder, and the hub did not give it ({reason[:120]}); name {wanted}"
+            "model", model, f"no such folder, and the hub did not give it ({why_not(error)}); name {wanted}"
         ) from None
+
+
+def why_not(error: Exception) -> str:
+    """Why the hub did not give something, in a few words."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache does not hold it"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.json_file import NotJson, load_json
 
 Shape = tuple[int, ...]
 # Where heads lie beside their target, these files hold the heads; the later patterns are tried where they are missing.
@@ -24,6 +25,8 @@ _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.
 # Values of 8 bits, each tensor (or row) with a scale beside it; and what that scale is called.
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RANK = re.compile(r"rank\d+\.safetensors")
+# Names the file of each tensor where weights are split.
+_INDEX = "model.safetensors.index.json"
 _SCALES = ("_scale", "s_scaling_factor")
 
 
@@ -44,9 +47,12 @@ class Weights:
         """The values of one tensor; FP8 values with their scale applied, in bfloat16.
 
         Raises:
-            MedusaError: a NaN or an infinity among them; FP8 values without a scale.
+            MedusaError: a NaN or an infinity among them; complex numbers; FP8 values without a scale.
         """
         tensor = self._read(name)
+        if tensor.is_complex():
+            fix = "complex numbers are no weights; export the heads in bfloat16, float16 or float32"
+            raise MedusaError.of(f"{self.files[name]}: {name}", str(tensor.dtype), fix)
         if tensor.dtype in _FP8:
             tensor = self._scaled(name, tensor)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -64,7 +70,7 @@ class Weights:
             fix = f"FP8 values need their scale, {name}{_SCALES[0]}; export the heads in bfloat16"
             raise MedusaError.of(f"{self.files[name]}: {name}", str(tensor.dtype), fix)
         scale = self._read(scale_name).float()
-        if scale.numel() not in (1, tensor.shape[0]):
+        if scale.numel() not in (1, (*tensor.shape, 1)[0]):
             fix = f"one scale per tensor or per row is read; export {name} in bfloat16"
             raise MedusaError.of(f"{self.files[name]}: {scale_name}", list(scale.shape), fix)
         return (tensor.float() * scale.view(-1, *[1] * (tensor.ndim - 1))).to(torch.bfloat16)
@@ -74,10 +80,15 @@ def open_weights(folder: Path) -> Weights:
     """Open the weights of `folder`: its medusa_lm_head file, else all .safetensors files, else all .pt or .bin files.
 
     Raises:
-        MedusaError: no such file, a truncated or damaged one, a pickle that wants to run code.
+        MedusaError: no such file, a truncated or damaged one, one that is no file, a pickle that wants to run code, an
+            index that names files of other places or missing ones.
     """
     for pattern in _PATTERNS:
         files = [file for file in sorted(folder.glob(pattern)) if file.name not in _NO_WEIGHTS]
+        for file in files:
+            _check_file(file)
+        if files and pattern == "*.safetensors":
+            _check_index(folder)
         if files and pattern.endswith(".safetensors"):
             return _open_safetensors(files)
         if files:
@@ -99,12 +110,15 @@ def _open_safetensors(files: list[Path]) -> Weights:
                         raise MedusaError.of(f"{file}: tensor", name, fix)
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
                     homes[name] = file
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise _damaged(file, error) from None
 
     def read(name: str) -> Tensor:
-        with safe_open(homes[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        try:
+            with safe_open(homes[name], framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, OSError, MemoryError, RuntimeError, AttributeError, ValueError) as error:
+            raise _damaged(homes[name], error) from None  # a number format that this torch does not have, say
         return tensor
 
     return Weights(shapes, homes, read)
@@ -115,19 +129,67 @@ def _open_pickles(files: list[Path]) -> Weights:
     homes: dict[str, Path] = {}
     for file in files:
         try:
-            # weights_only: a checkpoint is data, it never runs code here.
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            # weights_only: a checkpoint is data, it never runs code here. What torch warns of is ours to judge.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except pickle.UnpicklingError:
             fix = "refused: it is damaged or wants to run code; convert it to safetensors where you trust it"
             raise MedusaError.of(f"heads in {file.parent}", file.name, fix) from None
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, struct.error) as error:
+        except Exception as error:  # noqa: BLE001 (a damaged pickle is a program of its own: it may stumble anywhere)
             raise _damaged(file, error) from None
         if not isinstance(loaded, dict):
             raise MedusaError.of(f"heads in {file.parent}", file.name, "must hold a dictionary of tensors by name")
         for name, tensor in loaded.items():
-            if isinstance(tensor, Tensor):
-                tensors[str(name)], homes[str(name)] = tensor, file
+            if isinstance(tensor, Tensor) and isinstance(name, str):
+                _check_stored(file, name, tensor)
+                tensors[name], homes[name] = tensor, file
     return Weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, homes, tensors.__getitem__)
+
+
+def _check_stored(file: Path, name: str, tensor: Tensor) -> None:
+    """A pickle may claim tensors of any size (strides of 0, storage made on loading): not more than the file holds."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    if not plain or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        fix = "is no plain tensor (sparse, quantised or without values); export the heads as safetensors"
+        raise MedusaError.of(f"heads in {file.parent}", f"{file.name}: {name}", fix)
+    if tensor.numel() * tensor.element_size() > file.stat().st_size:
+        fix = f"claims {tensor.numel():,} values, more than the file holds; download the heads again"
+        raise MedusaError.of(f"heads in {file.parent}", f"{file.name}: {name}", fix)
+
+
+def _check_file(file: Path) -> None:
+    """Opening a pipe would wait for ever, and a link may lead nowhere."""
+    if not _is_file(file):
+        fix = "is not a file (a folder, a pipe or a link to nowhere?); put the weights there, or remove it"
+        raise MedusaError.of(f"heads in {file.parent}", file.name, fix)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, a folder without rights
+        return False
+
+
+def _check_index(folder: Path) -> None:
+    """Only files of this folder are ever read; an index that says otherwise, or a part that is missing, is told."""
+    index = folder / _INDEX
+    if not index.is_symlink() and not index.exists():
+        return
+    again = "download or export the weights again, or remove the index if all of them are here"
+    try:
+        raw = load_json(index)
+    except NotJson as error:
+        raise MedusaError.of(f"heads in {folder}", index.name, f"{error}; {again}") from None
+    parts = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise MedusaError.of(f"{index}: weight_map", parts, f"must give a file name for each tensor; {again}")
+    for part in sorted(set(parts.values())):
+        if part != Path(part).name:
+            raise MedusaError.of(f"{index}: weight_map", part, f"lies outside the folder, and is not read; {again}")
+        if not _is_file(folder / part):
+            raise MedusaError.of(f"{index}: weight_map", part, f"is missing; {again}")
 
 
 def _damaged(file: Path, error: Exception) -> MedusaError:

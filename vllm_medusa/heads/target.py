@@ -25,6 +25,10 @@ def read_target(folder: str | Path) -> tuple[Tensor, Tensor]:
     if embedding is None:
         fix = "its weights hold no embed_tokens or lm_head; name a decoder-only model"
         raise MedusaError.of("model", str(folder), fix)
+    for name in {embedding, unembedding or embedding}:
+        if len(weights.shapes[name]) != 2 or 0 in weights.shapes[name]:
+            fix = "must be a matrix, a row per token; download the model again"
+            raise MedusaError.of(f"{weights.files[name]}: {name}", list(weights.shapes[name]), fix)
     read = weights.read(embedding)
     return (read if unembedding in (None, embedding) else weights.read(unembedding)), read
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -24,7 +24,11 @@ _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_token
 
 def asks_for_medusa(args: EngineArgs) -> bool:
     """Whether these engine arguments say `method: "medusa"`, as a dict, as JSON or by flag."""
-    return "medusa" in (args.spec_method, (args.speculative_config or {}).get("method"))
+    given: Any = args.speculative_config or {}
+    if not isinstance(given, Mapping):
+        # No dict at all: the host's to refuse, but for what can only be meant for us.
+        return args.spec_method == "medusa" or (isinstance(given, str) and "medusa" in given)
+    return "medusa" in (args.spec_method, given.get("method"))
 
 
 def is_ours(speculative_config: Any) -> bool:
@@ -59,6 +63,8 @@ def create_speculative_config(
         rank_accuracy=calibration.rank_accuracy if calibration is not None else None,
         default_nodes=sizes.get(platform, DEFAULT_NODES[platform]),
     )
+    if not isinstance(args.additional_config, Mapping):
+        raise MedusaError.of("additional_config", args.additional_config, "give a dict, or leave it out")
     args.additional_config = {**args.additional_config, SETTINGS_KEY: settings.model_dump(mode="json")}
     target_parallel_config.worker_cls = CPU_WORKER
     args.scheduler_cls = SCHEDULER  # the host reads it after this
@@ -79,7 +85,16 @@ def create_speculative_config(
 
 
 def _merge_flags(args: EngineArgs) -> dict[str, Any]:
-    given = {key.replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    written: Any = args.speculative_config or {}
+    if not isinstance(written, Mapping):
+        fix = 'give a dict such as {"method": "medusa", "model": "HEADS"}'
+        raise MedusaError.of("speculative_config", written, fix)
+    given: dict[str, Any] = {}
+    for name, value in written.items():
+        key = str(name).replace("-", "_")
+        if key in given:
+            raise MedusaError.of(key, value, "given twice, with - and with _; keep one of the two")
+        given[key] = value
     for key, flag in _FLAGS.items():
         value = getattr(args, flag)
         if value is None:

@@ -20,9 +20,7 @@ def read_texts(path: Path) -> list[str]:
 
 def render_prompts(model: str, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt as the target sees it: chat template applied when its tokenizer has one."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = _tokenizer(model)
     if tokenizer.chat_template is None:
         return [tokenizer(prompt)["input_ids"] for prompt in prompts]
     turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -32,10 +30,19 @@ def render_prompts(model: str, prompts: Sequence[str]) -> list[list[int]]:
 
 def render_texts(model: str, texts: Sequence[str], length: int) -> list[list[int]]:
     """The first `length` token ids of each document, without a chat template: what the target is to go on from."""
+    tokenizer = _tokenizer(model)
+    return [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
+
+
+def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        fix = f"its tokenizer cannot be read ({reason}); name a model that comes with one"
+        raise MedusaError.of("model", model, fix) from error
 
 
 def _read_lines(path: Path, key: str, pick: Callable[[Any], Any]) -> list[str]:
@@ -50,7 +57,7 @@ def _read_lines(path: Path, key: str, pick: Callable[[Any], Any]) -> list[str]:
             continue
         try:
             text = pick(json.loads(line))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise MedusaError.of(key, f"{path}:{number}", f"each line must be a JSON object with {wanted}") from error
         if not isinstance(text, str) or not text:
             raise MedusaError.of(key, f"{path}:{number}", "it must be a string that is not empty")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.json_file import NotJson, load_json
 from vllm_medusa.tree.topology import MAX_NODES, Tree
 
 
@@ -32,9 +32,7 @@ def parse_choices(choices: object, num_heads: int, top_k: int, key: str = "tree"
     >>> parse_choices([[0], [0, 0], [1], [0, 1]], num_heads=2, top_k=2)
     Tree(parents=(0, 1, 0, 1), ranks=(0, 0, 1, 1))
     """
-    paths = [_path(choice, key) for choice in _listed(choices, key)]
-    if len(paths) > MAX_NODES:
-        raise MedusaError.of(key, f"{len(paths)} paths", f"a tree has at most {MAX_NODES} nodes; drop some")
+    paths = read_paths(choices, key)
     known: set[tuple[int, ...]] = set(paths)
     for path in paths:
         shown = list(path)
@@ -57,6 +55,18 @@ def parse_choices(choices: object, num_heads: int, top_k: int, key: str = "tree"
     return Tree(tuple(row_of[path[:-1]] for path in paths), tuple(path[-1] for path in paths))
 
 
+def read_paths(choices: object, key: str = "tree") -> list[tuple[int, ...]]:
+    """The paths of a list of Medusa choices: what can be said of them before the heads are known.
+
+    Raises:
+        MedusaError: no paths, more than 128, not lists of whole numbers from 0 up.
+    """
+    listed = _listed(choices, key)
+    if len(listed) > MAX_NODES:
+        raise MedusaError.of(key, f"{len(listed)} paths", f"a tree has at most {MAX_NODES} nodes; drop some")
+    return [_path(choice, key) for choice in listed]
+
+
 def to_choices(tree: Tree) -> list[list[int]]:
     """A tree as Medusa choices, in the order of its nodes; the reverse of `parse_choices`.
 
@@ -76,13 +86,10 @@ def load_choices(path: Path | str) -> Any:
         MedusaError: the file cannot be read or is not JSON.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MedusaError.of("tree", str(path), f"the file cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise MedusaError.of(
-            "tree", str(path), f"the file is not JSON ({error}); it should hold a list such as [[0], [0, 0], [1]]"
-        ) from error
+        return load_json(Path(path))
+    except NotJson as error:
+        fix = f"the file {error}; it should hold a list such as [[0], [0, 0], [1]]"
+        raise MedusaError.of("tree", str(path), fix) from None
 
 
 def _listed(choices: object, key: str) -> Sequence[object]:
