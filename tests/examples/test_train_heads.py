@@ -7,36 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_llama import save_llama
 
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Path:
     """A random Llama with a tokenizer that knows single bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     folder = tmp_path / "model"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.35,
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_llama(folder, seed=3, vocab_size=len(tokens), bos_token_id=0, eos_token_id=1)
     return folder
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from schedules import EOS, VOCAB
+from tiny_llama import make_llama, save_random_heads, small_tokenizer
 
 MODELS = ("llama", "gemma", "speaker")
 SIZES: dict[str, Any] = {
@@ -37,32 +38,13 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
     model, heads = folder / name, folder / f"{name}-heads"
     sizes = dict(SIZES)
     if name == "speaker":
-        tokenizer = _tokenizer()
+        tokenizer = small_tokenizer("red green blue and red and blue, 12 345 6789 {} ", 320)
         tokenizer.save_pretrained(model)
         sizes |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    (_gemma(sizes) if name == "gemma" else _llama(sizes)).save_pretrained(model)
-    _save_heads(heads, sizes["vocab_size"])
+    (_gemma(sizes) if name == "gemma" else make_llama(seed=7, **sizes)).save_pretrained(model)
+    shape = {"hidden_size": sizes["hidden_size"], "vocab_size": sizes["vocab_size"]}
+    save_random_heads(heads, num_heads=4, num_layers=1, root_conditioned=True, **shape)
     return model, heads
-
-
-def _tokenizer() -> Any:
-    """Byte-level BPE of a few hundred tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(["red green blue and red and blue, 12 345 6789 {} "] * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def _llama(sizes: dict[str, Any]) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
 
 
 def _gemma(sizes: dict[str, Any]) -> Any:
@@ -73,18 +55,3 @@ def _gemma(sizes: dict[str, Any]) -> Any:
         num_hidden_layers=4, layer_types=kinds, sliding_window=24, query_pre_attn_scalar=32, **sizes
     )
     return Gemma3ForCausalLM(config)
-
-
-def _save_heads(folder: Path, vocab_size: int) -> None:
-    from vllm_medusa.heads.checkpoint import save_heads
-    from vllm_medusa.heads.config import HeadsConfig
-    from vllm_medusa.heads.model import MedusaHeads
-
-    config = HeadsConfig(
-        num_heads=4, num_layers=1, hidden_size=SIZES["hidden_size"], vocab_size=vocab_size, root_conditioned=True
-    )
-    heads = MedusaHeads(config)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_heads(heads, folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_llama import make_llama
 
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.config import HeadsConfig
@@ -48,27 +49,6 @@ print("COUNTS", json.dumps({metric.name: metric.value for metric in counters}))
 """
 
 
-def tiny_llama(**options: Any) -> Any:
-    """A random Llama in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        head_dim=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        dtype="float32",
-        **options,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def run(script: str, mark: str, *arguments: object, **environment: str) -> Any:
     """The JSON behind `mark` that a script prints in a process of its own."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
@@ -81,7 +61,7 @@ def run(script: str, mark: str, *arguments: object, **environment: str) -> Any:
 @pytest.mark.slow
 def test_vllm_itself_serves_what_we_convert(tmp_path: Path) -> None:
     """A target that repeats its token, and heads that say so: vLLM must accept every guess."""
-    llama = tiny_llama(initializer_range=0.02)
+    llama = make_llama(seed=11, vocab_size=VOCAB, hidden_size=HIDDEN, initializer_range=0.02)
     llama.lm_head.weight.data.copy_(llama.model.embed_tokens.weight.data)
     llama.model.embed_tokens.weight.data.mul_(10)
     llama.save_pretrained(tmp_path / "model")
@@ -97,7 +77,7 @@ def test_vllm_itself_serves_what_we_convert(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_padded_pickle_in_half_precision_serves_on_a_padded_target(tmp_path: Path) -> None:
-    llama = tiny_llama(initializer_range=0.35)
+    llama = make_llama(seed=11, vocab_size=VOCAB, hidden_size=HIDDEN)
     llama.save_pretrained(tmp_path / "model")
     heads = tmp_path / "heads"
     heads.mkdir()

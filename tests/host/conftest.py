@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engines import MAX_LEN, SPEAKING, VOCAB, Engine, Oracle, start
+from tiny_llama import save_llama, save_random_heads
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 PROCESSORS = ["processors:NoRepeat", "processors:Alternate"]
@@ -21,24 +22,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose greedy answers wander instead of repeating one token."""
     folder = tmp_path_factory.mktemp("tiny-llama")
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-    _save_llama(folder, seed=7, vocab_size=VOCAB, eos_token_id=VOCAB - 1, bos_token_id=1, **sizes)
+    ends = {"eos_token_id": VOCAB - 1, "bos_token_id": 1}
+    save_llama(folder, seed=7, vocab_size=VOCAB, max_position_embeddings=MAX_LEN, **ends, **sizes)
     return folder
-
-
-def _save_llama(folder: Path, seed: int, **sizes: int) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        head_dim=32,
-        max_position_embeddings=MAX_LEN,
-        initializer_range=0.35,
-        tie_word_embeddings=False,
-        dtype="float32",
-        **sizes,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +33,8 @@ def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-speaker")
     tokenizer = _small_tokenizer()
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    _save_llama(folder, seed=17, vocab_size=len(tokenizer), **ends, **sizes)
+    save_llama(folder, seed=17, vocab_size=len(tokenizer), max_position_embeddings=MAX_LEN, **ends)
     return folder
 
 
@@ -88,18 +73,9 @@ def tiny_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _random_heads(folder: Path, hidden_size: int, vocab_size: int) -> Path:
-    from vllm_medusa.heads.checkpoint import save_heads
-    from vllm_medusa.heads.config import HeadsConfig
-    from vllm_medusa.heads.model import MedusaHeads
-
     torch.manual_seed(11)
-    config = HeadsConfig(
-        num_heads=4, num_layers=1, hidden_size=hidden_size, vocab_size=vocab_size, root_conditioned=True
-    )
-    heads = MedusaHeads(config)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    save_heads(heads, folder)
+    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+    save_random_heads(folder, num_heads=4, num_layers=1, root_conditioned=True, **sizes)
     return folder
 
 

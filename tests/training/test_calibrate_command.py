@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_llama import make_llama
 
 from vllm_medusa.heads.checkpoint import read_config, save_heads
 from vllm_medusa.heads.config import HeadsConfig
@@ -19,21 +19,10 @@ VOCAB, HIDDEN = 160, 64
 @pytest.mark.slow
 def test_calibrate_from_the_command_line(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(3)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            dtype="bfloat16",
-            **sizes,
-        )
-    ).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "max_position_embeddings": 2048, "initializer_range": 0.02}
+    make_llama(seed=3, **sizes, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(tmp_path / "model")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_llama import make_llama
 
 from vllm_medusa.training.data import RECORDER, AnswerOptions, record_answers
 from vllm_medusa.training.hidden import HiddenRows
@@ -22,27 +23,10 @@ VOCAB, HIDDEN = 160, 64
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A random Llama in float32, saved and in memory."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.35,
-        eos_token_id=VOCAB - 1,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    llama = LlamaForCausalLM(config)
+    llama = make_llama(seed=7, vocab_size=VOCAB, hidden_size=HIDDEN, eos_token_id=VOCAB - 1)
     folder = tmp_path_factory.mktemp("tiny-llama")
     llama.save_pretrained(folder)
-    return SimpleNamespace(folder=folder, llama=llama.eval())
+    return SimpleNamespace(folder=folder, llama=llama)
 
 
 @pytest.mark.slow
