@@ -106,5 +106,9 @@ class StepCost:
 
 
 def grid_size(tokens: int) -> int:
-    """The largest kept size that is not above `tokens`, so that no size is thought cheaper than it is."""
+    """The largest kept size that is not above `tokens`, so that no size is thought cheaper than it is.
+
+    >>> grid_size(9), grid_size(11), grid_size(5000)
+    (9, 10, 2048)
+    """
     return GRID[max(bisect.bisect_right(GRID, tokens) - 1, 0)]

@@ -24,7 +24,7 @@ def make(folder: Path, *arguments: str, path: str | None = None) -> "subprocess.
 
 def test_help_names_the_targets(checkout: Path) -> None:
     shown = make(checkout, "help").stdout
-    for target in ("demo", "test", "test-fast", "check", "heads", "bench", "clean"):
+    for target in ("demo", "test", "test-fast", "test-long", "check", "coverage", "heads", "bench", "clean"):
         assert f"make {target} " in shown
 
 
@@ -70,6 +70,11 @@ def test_heads_are_made_by_one_command_that_says_how_long_it_takes(checkout: Pat
     assert [word for word in words if word.startswith("files/")][1:] == [
         f"files/{name}.jsonl" for name in ("mt_bench", "humaneval", "gsm8k")
     ]
+
+
+def test_coverage_is_that_of_the_fast_tests(checkout: Path) -> None:
+    shown = make(checkout, "-n", "coverage", "ARGS=-x").stdout
+    assert "not slow and not server and not gpu" in shown and "--cov" in shown and "-x" in shown
 
 
 def test_ci_runs_check_and_test(repository: Path) -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from vllm_medusa.tree.drawing import ACCEPTED, draw
+from vllm_medusa.tree.drawing import ACCEPTED, QUOTED, draw
 from vllm_medusa.tree.topology import Tree
 
 TREE, LABELS = Tree((0, 1, 0, 1)), ["the", " cat", " sat", " dog", " ran\n"]
@@ -26,6 +26,12 @@ def test_the_accepted_path_is_marked_without_colour() -> None:
 
 def test_reach_is_shown() -> None:
     assert "60%" in shown(draw(TREE, LABELS, reach=[0.6, 0.3, 0.2, 0.06]))[1]
+
+
+def test_nodes_from_the_text_are_marked() -> None:
+    lines = shown(draw(TREE, LABELS, accepted=[1], quoted=[1, 4]))
+    assert [QUOTED in line for line in lines] == [False, True, False, True, False]
+    assert lines[1].index(QUOTED) < lines[1].index(ACCEPTED)
 
 
 def test_labels_must_fit() -> None:

@@ -9,10 +9,12 @@ A *store* is a folder with three files, appended together while the target gener
 Rows lie in the order of emission: a batch of requests is interleaved. `HiddenRows` opens one or more stores and
 presents them in sequence order through a permutation, without copying the rows.
 
->>> writer = RowWriter(folder, hidden_size=2)                       # two requests, two steps
->>> writer.append([0, 1], [0, 0], [11, 21], torch.zeros(2, 2))
->>> writer.append([0, 1], [1, 1], [12, 22], torch.ones(2, 2))
->>> HiddenRows.open([folder]).tokens
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     writer = RowWriter(Path(folder), hidden_size=2)
+...     writer.append([0, 1], [0, 0], [11, 21], torch.zeros(2, 2))  # two requests, two steps
+...     writer.append([0, 1], [1, 1], [12, 22], torch.ones(2, 2))
+...     HiddenRows.open([Path(folder)]).tokens
 array([11, 12, 21, 22], dtype=int32)
 """
 

@@ -13,10 +13,15 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.tree.topology import Tree
 
 ACCEPTED = "✔"  # says without colour what bold green says with it
+QUOTED = "❝"
 
 
 def draw(
-    tree: Tree, labels: Sequence[str], accepted: Sequence[int] = (), reach: Sequence[float] | None = None
+    tree: Tree,
+    labels: Sequence[str],
+    accepted: Sequence[int] = (),
+    reach: Sequence[float] | None = None,
+    quoted: Sequence[int] = (),
 ) -> rich.tree.Tree:
     """A drawing of one step for rich's `print`.
 
@@ -25,6 +30,7 @@ def draw(
         labels: the text of each row, the root first.
         accepted: rows of the accepted path; the root may be left out.
         reach: for each node, how likely the walk was to get there, shown as a percentage.
+        quoted: rows that only the request's own text expected.
 
     >>> rich.print(draw(Tree((0, 1, 0, 1)), ["the", " cat", " sat", " dog", " ran"], accepted=[1, 4]))
     'the'
@@ -35,7 +41,7 @@ def draw(
     """
     if len(labels) != tree.num_rows:
         raise ValueError(f"{len(labels)} labels for {tree.num_rows} rows, the root included")
-    on_path = set(accepted)
+    on_path, from_text = set(accepted), set(quoted)
     picture = rich.tree.Tree(Text(repr(labels[0]), style="bold"), guide_style="dim")
     branches = [picture]
     for row, parent in enumerate(tree.parents, start=1):
@@ -44,6 +50,8 @@ def draw(
         label = Text(repr(labels[row]), style="bold green" if taken else "")
         if reach is not None:
             label.append(f" {reach[row - 1]:.0%}", style="dim")
+        if row in from_text:
+            label.append(f" {QUOTED}", style="dim")
         if taken:
             label.append(f" {ACCEPTED}", style="bold green")
         branches.append(branches[parent].add(label, guide_style="green" if taken else "dim"))

@@ -18,6 +18,11 @@ def draw_children(scores: Tensor, counts: int, uniforms: Tensor) -> Tensor:
 
     Returns:
         int64 [..., C].
+
+    Equal noise leaves the order of the scores:
+
+    >>> draw_children(torch.tensor([0.2, 0.5, 0.3]).log(), 2, torch.full((3,), 0.5)).tolist()
+    [1, 2]
     """
     gumbel = -torch.log(-torch.log(uniforms.clamp(min=1e-30, max=1 - 6e-8)))
     return (scores + gumbel).topk(counts, dim=-1).indices

@@ -177,7 +177,11 @@ def ancestor_masks_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
 
 
 def num_words(num_nodes: int) -> int:
-    """uint64 words a row's ancestor bits take: one up to 64 nodes, two up to 128."""
+    """uint64 words a row's ancestor bits take: one up to 64 nodes, two up to 128.
+
+    >>> num_words(0), num_words(64), num_words(65)
+    (1, 1, 2)
+    """
     return max(1, -(-num_nodes // WORD_BITS))
 
 
