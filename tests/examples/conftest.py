@@ -43,7 +43,7 @@ def server(repository: Path, environment: dict[str, str]) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [repository / "examples" / "serve.sh", str(port), "--enforce-eager"],
-            env=environment,
+            env={**environment, "VLLM_LOG_STATS_INTERVAL": "2"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

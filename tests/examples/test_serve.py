@@ -1,5 +1,7 @@
 """examples/serve.sh with the real OpenAI client: what users do to a server, and then that it ends cleanly."""
 
+import itertools
+import json
 import re
 import signal
 import socket
@@ -13,10 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from served import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.server]
 
+COUNTED = ["steps", "request_steps", "drafted_nodes", "wasted_nodes", "emitted_tokens", "accepted_nodes_by_depth"]
+OURS = [f"vllm_medusa:{name}_total" for name in (*COUNTED, "accepted_nodes_by_rank")]
+VLLMS = [
+    f"vllm:{name}_total"
+    for name in ("generation_tokens", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+]
 QUESTION = [{"role": "user", "content": "Count from 1 to 20."}]
 
 
@@ -35,9 +44,13 @@ def ask(client: OpenAI, question: str, tokens: int = 32) -> str:
     return answer.choices[0].message.content or ""
 
 
+def total(metrics: str, name: str) -> float:
+    """A metric's sum over all its labels."""
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name + "{"))
+
+
 def running_requests(server: Server) -> float:
-    lines = server.get("/metrics").splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+    return total(server.get("/metrics"), "vllm:num_requests_running")
 
 
 def test_chat(client: OpenAI) -> None:
@@ -91,6 +104,83 @@ def test_several_at_once(client: OpenAI) -> None:
     assert all(answers)
 
 
+def test_metrics_agree(client: OpenAI, server: Server) -> None:
+    """Ours with vLLM's own and with what the client got, counted in three processes."""
+
+    def now() -> dict[str, float]:
+        return {name: total(server.get("/metrics"), name) for name in (*OURS, *VLLMS)}
+
+    before = now()
+    while (again := now()) != before:  # an engine tells what is left a moment after its last request
+        before = again
+        time.sleep(0.5)
+    requests, tokens = 4, 0
+    for number in range(requests):
+        prompt = f"The numbers after {number} are"
+        answer = client.completions.create(model="model", prompt=prompt, max_tokens=40, temperature=0.0)
+        assert answer.usage is not None
+        tokens += answer.usage.completion_tokens
+    after = now()
+    more = {name: after[name] - before[name] for name in before}
+    assert more["vllm:generation_tokens_total"] == tokens
+    assert more["vllm_medusa:emitted_tokens_total"] == tokens - requests  # the first token comes with the prompt
+    assert more["vllm_medusa:drafted_nodes_total"] == more["vllm:spec_decode_num_draft_tokens_total"] > 0
+    accepted = more["vllm_medusa:accepted_nodes_by_depth_total"]
+    assert accepted == more["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert more["vllm_medusa:wasted_nodes_total"] == more["vllm_medusa:drafted_nodes_total"] - accepted
+    assert more["vllm_medusa:accepted_nodes_by_rank_total"] == accepted
+    assert more["vllm_medusa:request_steps_total"] == more["vllm_medusa:steps_total"] < tokens - requests
+
+
+def test_dashboard_asks_for_metrics_that_are_there(repository: Path, server: Server) -> None:
+    """Each metric of the example dashboard, with the labels by which it is asked."""
+    dashboard = json.loads((repository / "examples" / "grafana_dashboard.json").read_text())
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(server.get("/metrics")):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    asked = [query["expr"] for panel in dashboard["panels"] for query in panel["targets"]]
+    asked += [variable["definition"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    ours = set()
+    for term in (term for expression in asked for term in expression.split("/")):
+        (name,) = re.findall(r"vllm\w*:\w+", term)
+        assert labels.get(name, set()) >= {"model_name", "engine", *re.findall(r"by \((\w+)\)", term)}, term
+        ours |= {name} if name.startswith("vllm_medusa:") else set()
+    assert ours == {name for name in labels if name.startswith("vllm_medusa:") and not name.endswith("_created")}
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    cells = [(x + i, y + j) for x, y, w, h in places for i in range(w) for j in range(h)]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24, "panels lie side by side"
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(places) and dashboard["schemaVersion"] >= 38
+
+
+def test_metrics_example(repository: Path, server: Server) -> None:
+    command = [sys.executable, "examples/read_metrics.py", "--port", str(server.port)]
+    result = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in result.stdout.splitlines())
+    text = server.get("/metrics")
+    mean = total(text, "vllm_medusa:emitted_tokens_total") / total(text, "vllm_medusa:request_steps_total")
+    assert rows["tokens per request and step"] == f"{mean:.2f}"
+    assert int(rows["nodes drafted"]) > int(rows["of these wasted"]) > 0
+    assert re.match(r"1: 0\.\d\d, 2: ", rows["acceptance by depth"])
+    assert len(rows) == 11
+
+
+def test_metrics_of_an_engine_that_is_not_there(repository: Path, server: Server) -> None:
+    command = [sys.executable, "examples/read_metrics.py", "--port", str(server.port), "--engine", "7"]
+    result = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "no figures of Medusa" in result.stderr
+
+
+def test_log_line(server: Server) -> None:
+    """After vLLM's own about drafts."""
+    lines = [line for line in server.log.read_text(errors="replace").splitlines() if "metrics: Mean accept" in line]
+    said = [following for line, following in itertools.pairwise(lines) if "SpecDecoding metrics: " in line]
+    assert any(
+        re.search(r"Medusa metrics: Mean accepted length: \d\.\d\d, Drafted: \d+ nodes, ", line) for line in said
+    )
+
+
 def test_aborted_stream_frees_its_place(client: OpenAI, server: Server) -> None:
     stream = client.chat.completions.create(
         model="model", messages=QUESTION, max_tokens=1500, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
@@ -107,11 +197,7 @@ def test_aborted_stream_frees_its_place(client: OpenAI, server: Server) -> None:
 
 
 def test_trees_were_used(server: Server) -> None:
-    lines = server.get("/metrics").splitlines()
-    drafted = sum(
-        float(line.split()[-1]) for line in lines if line.startswith("vllm:spec_decode_num_draft_tokens_total")
-    )
-    assert drafted > 0
+    assert total(server.get("/metrics"), "vllm:spec_decode_num_draft_tokens_total") > 0
 
 
 def test_client_example(repository: Path, server: Server) -> None:

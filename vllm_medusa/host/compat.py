@@ -45,6 +45,21 @@ CONFIG_CONTRACT = (
         ("target_model_config", "target_parallel_config"),
     ),
     Symbol("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",)),
+    Symbol("vllm.v1.metrics.stats", "SchedulerStats", ("spec_decoding_stats",)),
+    Symbol("vllm.v1.spec_decode.metrics", "SpecDecodingStats.new", ("num_spec_tokens",)),
+)
+# Looked at in a front end that asks for Medusa.
+METRICS_CONTRACT = (
+    Symbol("vllm.v1.metrics.loggers", "PrometheusStatLogger._spec_decoding_cls"),
+    Symbol("vllm.v1.metrics.loggers", "SpecDecodingLogging.observe", ("spec_decoding_stats",)),
+    Symbol("vllm.v1.metrics.loggers", "SpecDecodingLogging.log", ("log_fn",)),
+    Symbol("vllm.v1.metrics.loggers", "SpecDecodingLogging.reset"),
+    Symbol(
+        "vllm.v1.spec_decode.metrics",
+        "SpecDecodingProm",
+        ("speculative_config", "labelnames", "per_engine_labelvalues"),
+    ),
+    Symbol("vllm.v1.spec_decode.metrics", "SpecDecodingProm.observe", ("spec_decoding_stats", "engine_idx")),
 )
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -63,6 +78,7 @@ RUNNER_CONTRACT = (
     Symbol(_RUNNER, "GPUModelRunner.execute_model", ("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", ("grammar_output",)),
     Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),
+    Symbol("vllm.v1.core.sched.utils", "check_stop", ("request", "max_model_len")),
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", ("logits", "sampling_metadata")),
     Symbol("vllm.v1.sample.sampler", "Sampler.greedy_sample", ("logits",)),
     Symbol("vllm.v1.sample.rejection_sampler", "RejectionSampler.parse_output", ("output_token_ids", "vocab_size")),
@@ -79,6 +95,10 @@ RUNNER_CONTRACT = (
 SCHEDULER_CONTRACT = (
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", ("draft_token_ids",)),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output", ("request", "new_token_ids")),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", ("spec_decoding_stats",)),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ("spec_decoding_stats",)),
     Symbol(
         "vllm.v1.structured_output",
         "StructuredOutputManager.grammar_bitmask",
@@ -163,4 +183,4 @@ def find_problems(contract: tuple[Symbol, ...] = CONFIG_CONTRACT) -> list[str]:
 @cache
 def full_contract() -> tuple[Symbol, ...]:
     """Every symbol that serving on a CPU touches."""
-    return CONFIG_CONTRACT + RUNNER_CONTRACT + SCHEDULER_CONTRACT + CPU_CONTRACT
+    return CONFIG_CONTRACT + METRICS_CONTRACT + RUNNER_CONTRACT + SCHEDULER_CONTRACT + CPU_CONTRACT

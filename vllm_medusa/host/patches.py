@@ -9,7 +9,9 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
+from vllm_medusa.errors import MedusaError
 from vllm_medusa.host import engine_args
+from vllm_medusa.host.compat import METRICS_CONTRACT, find_problems
 
 _MARK = "_vllm_medusa_original"
 
@@ -18,6 +20,7 @@ def install() -> None:
     """Apply every patch once per process."""
     _patch(EngineArgs, "create_speculative_config", _create_speculative_config)
     _patch(SamplingParams, "_validate_spec_decode", _validate_spec_decode)
+    _let_figures_through()
 
 
 def install_refusal(error: Exception) -> None:
@@ -37,6 +40,8 @@ def uninstall() -> None:
         original = getattr(getattr(owner, name), _MARK, None)
         if original is not None:
             setattr(owner, name, original)
+    _let_figures_through(False)
+    _show_metrics(False)
 
 
 def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -59,6 +64,7 @@ def _create_speculative_config(original: Callable[..., Any], self: EngineArgs, *
     """
     if not engine_args.asks_for_medusa(self):
         return original(self, *args, **kwargs)
+    _show_metrics()
     return engine_args.create_speculative_config(original, self, *args, **kwargs)
 
 
@@ -71,3 +77,36 @@ def _validate_spec_decode(original: Callable[..., Any], self: SamplingParams, sp
     if speculative_config is not None and engine_args.is_ours(speculative_config):
         return
     original(self, speculative_config)
+
+
+def _let_figures_through(ours: bool = True) -> None:
+    """Figures beside the host's counts of drafts: its decoder fills fields by their declared type, and drops others.
+
+    The declared type becomes ours, which has one field more, with a default. Before a front end builds its decoder,
+    since that reads types once. Remove when vLLM's stats carry what a plugin adds.
+    """
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from vllm_medusa.host.metrics.stats import MedusaStats
+
+    SchedulerStats.__annotations__["spec_decoding_stats"] = (MedusaStats if ours else SpecDecodingStats) | None
+
+
+def _show_metrics(ours: bool = True) -> None:
+    """Metrics and log line where the host makes its own about drafts; only in processes that ask for Medusa.
+
+    vLLM's entry point for loggers (`vllm.stat_logger_plugins`) is read by async engines alone, and turns the stats on
+    where `--disable-log-stats` turned them off. Remove when it serves every engine and leaves that to the user.
+    """
+    problems = find_problems(METRICS_CONTRACT)
+    if problems:
+        raise MedusaError("medusa: this vLLM cannot show Medusa's metrics: " + "; ".join(problems))
+    from vllm.v1.metrics import loggers
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
+
+    from vllm_medusa.host.metrics.logline import MedusaLogging
+    from vllm_medusa.host.metrics.prometheus import MedusaProm
+
+    loggers.SpecDecodingLogging = MedusaLogging if ours else SpecDecodingLogging
+    loggers.PrometheusStatLogger._spec_decoding_cls = MedusaProm if ours else SpecDecodingProm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ import numpy.typing as npt
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
 from vllm_medusa.host.grammar import KEPT, GrammarTree, TreeDraftTokenIds, fill_masks, likeliest_chain, prune
+from vllm_medusa.host.metrics.figures import FIGURES, Outbox
+from vllm_medusa.host.metrics.stats import leave_out, with_figures
 
 
 class MedusaScheduler(Scheduler):
@@ -28,6 +32,8 @@ class MedusaScheduler(Scheduler):
             # max_num_batched_tokens the request would wait for ever, larger than long_prefill_token_threshold end the
             # engine. The host leaves this padding out where the number of drafts depends on the batch.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._outbox = Outbox()
+        self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
         self._tree_mask: torch.Tensor | None = None
         self._sequence_bitmask = self.structured_output_manager.grammar_bitmask
@@ -68,6 +74,36 @@ class MedusaScheduler(Scheduler):
             }
             setattr(output, KEPT, kept)
         return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """The host's reading of a step; the figures that lie beside its tokens are gathered."""
+        self._host_stats = None
+        figures = getattr(model_runner_output, FIGURES, None)
+        if figures is not None and self.log_stats:
+            self._outbox.put(figures)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's counts of drafts, which it makes before it looks for the end of a request."""
+        self._host_stats = super().make_spec_decoding_stats(*args, **kwargs)
+        return self._host_stats
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        """The host appends tokens up to the request's end; what was accepted behind it counts as accepted no longer."""
+        accepted = len(new_token_ids) - 1
+        emitted, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if self._host_stats is not None and len(emitted) < accepted:
+            leave_out(self._host_stats, len(emitted), accepted)
+        return emitted, stopped
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's report to a front end, now and then with the figures gathered."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            figures = self._outbox.take(time.monotonic(), idle=not self.has_unfinished_requests())
+            if figures is not None:
+                stats.spec_decoding_stats = with_figures(stats.spec_decoding_stats, figures, self.num_spec_tokens)
+        return stats
 
     def _scheduled_tree(self, name: str, tokens: Sequence[int]) -> GrammarTree | None:
         tree = self._grammar_trees.get(name)

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm_medusa.budget import NodeBudget
 from vllm_medusa.cost import StepCost
 from vllm_medusa.host.grammar import TreeDraftTokenIds
+from vllm_medusa.host.metrics.figures import Learnt
 from vllm_medusa.host.trees import DraftBook, StepTrees
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.lookup import Expected, Lookups
@@ -138,6 +139,14 @@ class Drafting:
             "trust": round(self.budget.trust.share, 4),
             "lookup_odds": self.lookups.odds(),
         }
+
+    def learnt(self) -> Learnt:
+        """The same for the metrics: see `Learnt`."""
+        step, heads = (
+            {int(row["tokens"]): row["milliseconds"] / 1e3 for row in cost.table()}
+            for cost in (self.cost, self.budget.heads_cost)
+        )
+        return Learnt(self.budget.trust.share, step, heads)
 
     def with_shapes(self, drafts: Any) -> Any:
         """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -23,9 +21,11 @@ from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout, make
 from vllm_medusa.host.commit import TreeKeyValues, find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
+from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
+from vllm_medusa.host.v1.emission import emitted_lengths
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
@@ -68,6 +68,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self._slots: list[Tensor] = []  # of this step's tokens
         self._kept: TreeKeyValues | None = None  # where a group has no mover
         self._started = 0.0
+        self._learnt_due = 0.0  # when the engine core is told again what has been learnt
 
     # Start-up ---------------------------------------------------------------------------------------------------
 
@@ -144,10 +145,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """The host's forward pass, timed."""
         self._started = time.perf_counter()
         self.trees = None
+        self.statistics.begin_step()
         self.drafting.begin_step(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
-        result = super().execute_model(scheduler_output, *args, **kwargs)
-        self.statistics.seconds["forward"] += time.perf_counter() - self._started
-        return result
+        with self.statistics.stage("forward"):
+            return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: npt.NDArray[np.int32]) -> Any:
         """Flat slots come from the host; the position of a node is its depth below the root."""
@@ -190,11 +191,13 @@ class MedusaCPUModelRunner(CPUModelRunner):
         began = time.perf_counter()
         forward = began - self._started
         output = super().sample_tokens(grammar_output)
-        trees, walk = self.trees, self.tree_sampler.walk
+        trees, walk, seconds = self.trees, self.tree_sampler.walk, None
         if trees is not None and walk is not None and trees.pure_decode:
             seconds = forward + time.perf_counter() - began
-            self.statistics.seconds["step"] += seconds
             self.drafting.learn(trees, walk.lengths.numpy(), seconds)
+        counts = self.statistics.end_step(seconds)
+        if counts is not None:
+            self._send(counts, output)
         return output
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
@@ -203,19 +206,21 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if trees is None:
             return super()._sample(logits, spec_decode_metadata)
         unfinished = self.discard_request_mask.np[: len(trees.requests)].astype(bool)
-        histories = [self.requests[request].output_token_ids for request in trees.requests]
+        states = [self.requests[request] for request in trees.requests]
+        histories = [state.output_token_ids for state in states]
         self.tree_sampler.rows = StepRows(trees, histories, unfinished)
-        with self._stage("walk"):
+        with self.statistics.stage("walk"):
             output = super()._sample(logits, spec_decode_metadata)
         walk = self.tree_sampler.walk
         assert walk is not None
         paths = walk.rows.numpy()
-        with self._stage("commit"):
+        with self.statistics.stage("commit"):
             self._commit(trees, paths)
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
-        lengths = walk.lengths.numpy()
-        self.statistics.count(trees, roots, paths, walk.tokens.numpy(), lengths, decoding)
+        tokens = walk.tokens.numpy()
+        emitted = emitted_lengths(states, tokens, walk.lengths.numpy(), self.max_model_len)
+        self.statistics.count(trees, roots, paths, tokens, emitted, decoding)
         if trees.num_nodes and not self.guard.judged:
             self._watch_heads(trees, paths, decoding)
         return output
@@ -284,7 +289,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         trees, walk = self.trees, self.tree_sampler.walk
         if trees is None or walk is None:
             return [[] for _ in sampled_token_ids]
-        with self._stage("propose"):
+        with self.statistics.stage("propose"):
             return self.drafting.next_drafts(
                 sampled_token_ids, trees.first_logit + _last_rows(walk), sample_hidden_states
             )
@@ -299,13 +304,13 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     # Figures ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.statistics.seconds[name] += time.perf_counter() - began
+    def _send(self, counts: Counts, output: Any) -> None:
+        """Give the step's figures to the engine core (`MedusaScheduler.update_from_output`), beside its tokens."""
+        counts.candidates = self.drafter.top_k
+        now, learnt = time.perf_counter(), None
+        if now >= self._learnt_due:
+            learnt, self._learnt_due = self.drafting.learnt(), now + SEND_SECONDS
+        setattr(output, FIGURES, Figures(counts, learnt))
 
     def log_report(self, report: dict[str, Any]) -> None:
         """One line of the figures that explain a server's speed."""
@@ -324,6 +329,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Totals since the last reset (see `Statistics.report`), and what `Drafting.report` has learnt so far."""
         report = self.statistics.report()
         report["kernel"] = active_kernel()
+        report["candidates"] = self.drafter.top_k
         report |= self.drafting.report()
         if reset:
             self.statistics = Statistics()
