@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
 
 from vllm_medusa.bench.peers import BASELINE, choose_peers
@@ -16,6 +16,7 @@ from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.report import table
 from vllm_medusa.bench.results import Results, mean
 from vllm_medusa.bench.run import Settings, run_bench
+from vllm_medusa.tree.drawing import QUOTED
 
 
 def demo_datasets() -> list[Dataset]:
@@ -33,14 +34,15 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     def draw(engines: dict[str, EngineProcess], results: Results) -> None:
         example = best_example(results.examples)
         if example is not None:
-            drawings.append(draw_step(example, engines["medusa"]))
+            quoted = f" {QUOTED}: only the text before expected it." if quoted_rows(example) else ""
+            told = "One step of the last answer: every branch was checked in the same forward pass."
+            drawings.append(Group(told + quoted, draw_step(example, engines["medusa"])))
 
     with BenchProgress(console) as progress:
         results = run_bench(choose_peers(["medusa"]), demo_datasets(), settings, progress, verbose=verbose, then=draw)
     console.print(table(results))
     for drawing in drawings:
         console.print()
-        console.print("One step of the last answer: every branch was checked in the same forward pass.")
         console.print(drawing)
     console.print()
     if any(run.identical_tokens < 1.0 for run in results.runs):
@@ -64,7 +66,12 @@ def draw_step(example: dict[str, Any], engine: EngineProcess) -> Any:
     root = example.get("root")
     labels = [*(["root"] if root is None else engine.decode([root])), *engine.decode(example["tokens"])]
     accepted = [row for row in example["accepted_rows"] if row > 0]
-    return draw(tree, labels, accepted=accepted, reach=example["reach"])
+    return draw(tree, labels, accepted=accepted, reach=example["reach"], quoted=quoted_rows(example))
+
+
+def quoted_rows(example: dict[str, Any]) -> list[int]:
+    """Rows of tokens that no head had among its candidates: the request's own text expected them."""
+    return [row for row, rank in enumerate(example["ranks"], start=1) if rank >= example["candidates"]]
 
 
 def summary(results: Results) -> Text:

@@ -157,6 +157,7 @@ def _one_round(
                 round=number,
             )
         )
-        if measurement["report"] is not None:
-            results.examples = measurement["report"]["examples"]
-            results.costs[name] = measurement["report"]["cost"]
+        report = measurement["report"]
+        if report is not None:
+            results.examples = [example | {"candidates": report["candidates"]} for example in report["examples"]]
+            results.costs[name] = report["cost"]
