@@ -6,127 +6,24 @@ import os
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from engines import Engine, Oracle, random_tree, start
+from engines import Engine, start
+from outcomes import Running, Totals, Violation
 from recompute import CachedBlocks
-from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, VOCAB, Ask, Schedule, draw
+from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, Ask, Schedule, draw
+from script import Script
 from tiny_models import MODELS, save
 
 from vllm_medusa.host.commit import TreeKeyValues
-from vllm_medusa.tree.topology import Tree
 
 SEATS = 8  # of the engines; a schedule may set fewer
 BLOCKS = 160
 TIE = 1e-4  # logits are up to 50 and rounded to 4e-6, several times; in 120,000 tokens one pair was 3e-6 apart
 OPTIONS: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": BLOCK, "max_num_seqs": SEATS}
 PLAIN = {"max_num_seqs": 64, "max_num_batched_tokens": 64 * MAX_LEN, "num_gpu_blocks_override": 640}
-
-
-class Violation(Exception):
-    """Something that must never happen did; `kind` is one word or two."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind = kind
-
-
-@dataclass
-class Totals:
-    """What was looked at."""
-
-    schedules: int = 0
-    requests: int = 0
-    aborted: int = 0
-    steps: int = 0
-    tokens: int = 0
-    request_steps: int = 0
-    preemptions: int = 0
-    flushes: int = 0
-    cached_tokens: int = 0
-    padded_drafts: int = 0
-    cut_drafts: int = 0
-    prompt_pieces: int = 0
-    skipped_drafts: int = 0
-    blocks: int = 0
-    hidden_rows: int = 0
-    ties: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{name.replace('_', ' ')} {value}" for name, value in vars(self).items()]
-        return ", ".join(parts)
-
-
-@dataclass
-class Running:
-    """One request while it runs.
-
-    Attributes:
-        ask: what was asked.
-        truth: the whole answer.
-        longer: the answer without the limits of its length, to be planted.
-        seen: what it has said so far.
-        done: it ended or was aborted.
-        tied: two tokens scored the same, and it took the other one: what follows has nothing to be compared with.
-    """
-
-    ask: Ask
-    truth: list[int]
-    longer: list[int]
-    seen: list[int] = field(default_factory=list)
-    done: bool = False
-    tied: bool = False
-
-
-class Script(Oracle):
-    """Plants each request's true continuation; what is drafted depends on the request and its progress alone."""
-
-    def __init__(self, world: World, schedule: Schedule) -> None:
-        """Draft for `schedule`."""
-        super().__init__(world.trees, {}, lambda rng: random_tree(rng, 1), vocab=VOCAB, misses=schedule.misses)
-        self.world, self.schedule = world, schedule
-        self.names: list[str] = []
-
-    def __call__(self, rows: list[int], hidden: torch.Tensor, roots: torch.Tensor) -> Any:
-        """Stand in for the runner's `_draft`."""
-        runner = self.engine.runner
-        self.names = [runner.input_batch.req_ids[row] for row in rows]
-        turn = iter(self.names)
-        self.world.check_hidden(self.names, hidden, roots)
-
-        def shape(_: np.random.Generator) -> Any:
-            name = next(turn)
-            self.rng = self._rng_for(name)
-            if self.rng.random() < 0.3:
-                return random_tree(self.rng, self.schedule.nodes, self.schedule.depth)
-            return random_tree(self.rng, int(self.rng.integers(0, self.schedule.nodes + 1)), self.schedule.depth)
-
-        self.shape = shape
-        return super().__call__(rows, hidden, roots)
-
-    def _answer(self, request: Any) -> Sequence[int]:
-        self.rng = self._rng_for(request.req_id, 1)
-        return self.world.running[request.req_id].longer
-
-    def plant(self, tree: Tree, truth: Sequence[int]) -> list[int]:
-        """Half of the time along the deepest path, so that long acceptances are common."""
-        if not tree.num_nodes or self.rng.random() < 0.5:
-            return super().plant(tree, truth)
-        tokens = [int(token) for token in self.rng.integers(2, self.vocab - 1, tree.num_nodes)]
-        if self.rng.random() < self.misses:
-            return tokens
-        deepest = max(range(tree.num_rows), key=lambda row: (tree.depths[row], row))
-        for row, token in zip(tree.path(deepest), truth, strict=False):
-            tokens[row - 1] = token
-        return tokens
-
-    def _rng_for(self, name: str, use: int = 0) -> np.random.Generator:
-        emitted = len(self.engine.runner.requests[name].output_token_ids)
-        return np.random.default_rng([self.schedule.seed, self.world.running[name].ask.number, emitted, use])
 
 
 class World:

@@ -162,7 +162,7 @@ def test_nothing_is_drafted_from_half_a_prompt(worlds, monkeypatch):
 @pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_the_heads_see_the_row_that_produced_the_root(worlds, monkeypatch, model):
     """Truth is planted only where the hidden row leads to the root again: from wrong rows nothing would be accepted."""
-    from hostile import Script
+    from script import Script
 
     world = worlds[model]
     original = Script.__call__

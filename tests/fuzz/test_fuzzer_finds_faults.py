@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hostile import Violation, World, drawn
+from hostile import World, drawn
+from outcomes import Violation
 from schedules import BLOCK, Ask, Schedule, shrink
 
 from vllm_medusa.host import trees

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hostile import Totals, Violation, World, drawn
+from hostile import World, drawn
+from outcomes import Totals, Violation
 from schedules import Schedule, shrink
 
 pytestmark = pytest.mark.slow  # engines start
