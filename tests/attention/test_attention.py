@@ -37,7 +37,8 @@ def tolerance(step: Step, **options: float) -> Tensor:
     first. Products of halves are exact in float32, so the rest is float32's own error, far below.
 
     float32: twice the largest error of a naive float32 implementation. That one may be small by luck, so 32 units in
-    the last place of a result of size 1 are granted; `assert_true` therefore compares the typical errors too.
+    the last place of a result of size 1 are granted; `assert_true` therefore compares the typical errors too, with two
+    such units granted, since a naive row of one may be right to a third of a unit (Hypothesis found one: 0.8 and 2.7).
     """
     dtype = step.query.dtype
     if dtype == torch.float32:
@@ -57,7 +58,7 @@ def assert_true(step: Step, out: Tensor, **options: float) -> None:
     assert (excess <= 0).all(), f"error {error.max():.2e}, {excess.max():.2e} too much"
     if out.dtype == torch.float32:
         naive = step.truth(torch.float32, **options).double() - truth
-        assert error.square().mean().sqrt() <= 2 * naive.square().mean().sqrt() + 2.0**-24
+        assert error.square().mean().sqrt() <= 2 * naive.square().mean().sqrt() + 2 * 2.0**-24
 
 
 def needs(isa: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -60,8 +61,11 @@ def figures(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]
     """The same, all metrics at 0."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    engine = served.llm.llm_engine
+    engine, host_logger = served.llm.llm_engine, logging.getLogger("vllm")
+    level = host_logger.level
+    host_logger.setLevel(logging.INFO)  # else the host builds no log line: other tests may have quieted it
     engine.logger_manager = StatLoggerManager(engine.vllm_config)
+    host_logger.setLevel(level)
     served.runner.medusa_report(reset=True)
     served.runner._learnt_due = 0.0
     yield served
