@@ -1,5 +1,6 @@
 """examples/serve.sh with the real OpenAI client: what users do to a server, and then that it ends cleanly."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from served import Server
+from storm import Storm, blow
 
 pytestmark = [pytest.mark.slow, pytest.mark.server]
 
@@ -102,6 +104,25 @@ def test_several_at_once(client: OpenAI) -> None:
     with ThreadPoolExecutor(len(questions)) as pool:
         answers = list(pool.map(lambda question: ask(client, question), questions))
     assert all(answers)
+
+
+def test_a_small_storm(client: OpenAI, server: Server) -> None:
+    """Many at once, some that hang up, some malformed (tests/load has it larger, against plain vLLM)."""
+    storm = Storm(60, seed=2, longest=12)
+    answers = asyncio.run(blow(server.url, storm.requests, clients=16))
+    for request, answer in zip(storm.requests, answers, strict=True):
+        if request.malformed is None:
+            assert answer.status == 200, (request, answer)
+        else:
+            assert 400 <= answer.status <= 499 and "Traceback" not in answer.error, (request, answer)
+        if request.good:
+            assert answer.finish in ("stop", "length"), (request, answer)
+    assert sum(request.hangs_up is not None for request in storm.requests) == 6
+    end = time.monotonic() + 60
+    while running_requests(server) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert running_requests(server) == 0
+    assert ask(client, "Are you still there?")
 
 
 def test_metrics_agree(client: OpenAI, server: Server) -> None:

@@ -1,6 +1,7 @@
 """A server under load: good requests get plain vLLM's answers, bad ones are refused, nothing is left behind.
 
-CI storms a tiny model with 160 requests; with MEDUSA_LONG=1, SmolLM2 and its heads with 1,000.
+SmolLM2 and its heads with 1,000 requests: MEDUSA_LONG=1. A tiny model with 160, in a minute and a half: MEDUSA_STORM=1.
+CI storms the server of tests/examples/test_serve.py with a few.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import pytest
 from servers import Serving, serve, tiny_speaker
 from storm import Answer, Storm, blow
 
-pytestmark = [pytest.mark.slow, pytest.mark.server]
-
-LONG = os.environ.get("MEDUSA_LONG") == "1"
+LONG, SHORT = (os.environ.get(name) == "1" for name in ("MEDUSA_LONG", "MEDUSA_STORM"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.server,
+    pytest.mark.skipif(not (LONG or SHORT), reason="minutes: MEDUSA_LONG=1, or MEDUSA_STORM=1"),
+]
 CLIENTS = 32
 STORM = Storm(1000 if LONG else 160, seed=11)
 FIRST = 100  # requests after which memory is looked at for the first time
