@@ -62,7 +62,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came back: a status (0: the connection broke), text, why it finished, tokens, and what an error said."""
+    """What came back: a status (of an error in a stream, too; 0: the connection broke), text, why it ended, tokens."""
 
     status: int
     text: str = ""
@@ -155,7 +155,7 @@ async def _read_stream(response: httpx.Response, hangs_up: int | None) -> Answer
             continue
         data = json.loads(line.removeprefix("data: "))
         if "error" in data:
-            return Answer(500, error=str(data["error"]))
+            return Answer(int(data["error"].get("code") or 500), error=str(data["error"]))  # a stream begins with 200
         for choice in data["choices"]:
             answer.text += _text(choice, "delta")
             answer.finish = choice["finish_reason"] or answer.finish
