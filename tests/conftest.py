@@ -1,6 +1,7 @@
 """Settings that every test shares. Nothing here starts an engine or imports torch."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,23 @@ os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 def repository() -> Path:
     """The checkout's root folder."""
     return ROOT
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No library of ours is built so far, and there is nothing to build one with."""
+    from vllm_medusa.attention.native import load_kernel
+    from vllm_medusa.heads.native import library
+    from vllm_medusa.tree.native import load
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for loader in (load_kernel, library, load):
+        loader.cache_clear()
+    yield
+    for loader in (load_kernel, library, load):
+        loader.cache_clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

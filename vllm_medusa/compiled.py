@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import TypeVar
 
 import torch  # noqa: F401  (its OpenMP runtime must be there first, and becomes ours)
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 300
+Loaded = TypeVar("Loaded")
 _HEADERS = Path(__file__).with_name("attention") / "kernel"  # any source may include them
 
 
@@ -44,6 +49,31 @@ def load_library(source: Path) -> ctypes.CDLL:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     raise CannotBuild(reason)
+
+
+def loaded_once(
+    logger: logging.Logger, level: int, without: str
+) -> Callable[[Callable[[], Loaded]], Callable[[], Loaded | None]]:
+    """Decorates what loads a library: asked once, and None, said once, where it cannot be built.
+
+    Args:
+        logger, level: where and how loudly that is said.
+        without: how we go on then, a message with one %s for the reason.
+    """
+
+    def decorate(load: Callable[[], Loaded]) -> Callable[[], Loaded | None]:
+        @lru_cache(maxsize=1)
+        @wraps(load)
+        def loaded() -> Loaded | None:
+            try:
+                return load()
+            except CannotBuild as error:
+                logger.log(level, without, error)
+                return None
+
+        return loaded
+
+    return decorate
 
 
 def _build(source: Path) -> Path:

@@ -1,25 +1,13 @@
 """Heads where nothing can be compiled: said once, and the same candidates."""
 
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from vllm_medusa.heads import native
 from vllm_medusa.heads.model import MedusaHeads
-
-
-@pytest.fixture
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing built so far, and nothing to build with."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    native.library.cache_clear()
-    yield
-    native.library.cache_clear()
 
 
 def test_without_a_compiler_the_candidates_are_the_same(

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,6 @@ from vllm_medusa.tree import native
 from vllm_medusa.tree.drawing import plot
 from vllm_medusa.tree.lookup import Lookups
 from vllm_medusa.tree.topology import Tree
-
-
-@pytest.fixture
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing built so far, and nothing to build with."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    native.load.cache_clear()
-    yield
-    native.load.cache_clear()
 
 
 def test_without_a_compiler_python_does_it(no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from vllm_medusa.attention.inputs import TreeInputs
 from vllm_medusa.attention.layout import KeyLayout
-from vllm_medusa.compiled import CannotBuild, load_library
+from vllm_medusa.compiled import load_library, loaded_once
 
 logger = logging.getLogger(__name__)
 
@@ -190,14 +189,10 @@ class SlotMover:
         self._run(ctypes.byref(move))
 
 
-@lru_cache(maxsize=1)
-def load_kernel() -> Kernel | None:
-    """The compiled kernel of this machine; None, said once in the log, if it cannot be built (see compiled.py)."""
-    try:
-        return Kernel(load_library(_SOURCE))
-    except CannotBuild as error:
-        logger.warning("Tree attention runs without its compiled kernel, slower on long texts: %s", error)
-        return None
+@loaded_once(logger, logging.WARNING, "Tree attention runs without its compiled kernel, slower on long texts: %s")
+def load_kernel() -> Kernel:
+    """The compiled kernel of this machine, if it can be built (see compiled.py)."""
+    return Kernel(load_library(_SOURCE))
 
 
 def _read(layout: KeyLayout) -> _Places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class FrozenHeads:
     def __init__(self, heads: MedusaHeads, scale: Tensor, embedding: Tensor | None) -> None:
         """Copy `heads`; `scale`: float32 [K], of each head's logits. Only where `suits` says so."""
         self._kept: list[Tensor] = []
+        self._library: Any = native.library()
         none = _Matrix(None, None, 0, 0)
         trunk, hidden = heads.trunk, heads.config.hidden_size
         block = heads.layers[0] if trunk is None else trunk
@@ -98,7 +99,7 @@ class FrozenHeads:
         shape = (len(hidden), self._heads.heads, k)
         places, probabilities = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
         hidden, roots = hidden.contiguous(), roots.contiguous() if roots is not None else torch.zeros(0)
-        native.library().medusa_guess(
+        self._library.medusa_guess(
             ctypes.byref(self._heads),
             hidden.data_ptr(),
             roots.data_ptr(),

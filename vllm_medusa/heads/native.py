@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.compiled import CannotBuild, load_library
+from vllm_medusa.compiled import load_library, loaded_once
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +50,10 @@ def best_tokens(logits: Tensor, scales: Tensor, k: int) -> tuple[Tensor, Tensor]
     return places, probabilities
 
 
-@lru_cache(maxsize=1)
+@loaded_once(logger, logging.INFO, "Heads run without their compiled part: %s")
 def library() -> Any:
-    """What cpu_heads.cpp exports; None, said once, where it cannot be built: torch's operations do it then, slower."""
-    try:
-        loaded = load_library(_SOURCE)
-    except CannotBuild as error:
-        logger.info("Heads run without their compiled part: %s", error)
-        return None
+    """What cpu_heads.cpp exports; where it cannot be built, torch's operations do the same, slower."""
+    loaded = load_library(_SOURCE)
     address, number = ctypes.c_void_p, ctypes.c_int64
     loaded.medusa_best.argtypes = [address, number, address, address, address, *[number] * 5]
     loaded.medusa_guess.argtypes = [*[address] * 5, number, number]

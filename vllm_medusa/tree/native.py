@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm_medusa.compiled import CannotBuild, load_library
+from vllm_medusa.compiled import load_library, loaded_once
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +55,11 @@ def greedy_walk(
     return rows[:, :longest], emitted[:, :longest], lengths
 
 
-@lru_cache(maxsize=1)
+@loaded_once(logger, logging.INFO, "Trees grow without their compiled part: %s")
 def load() -> Any:
-    """The library of the three; None, said once, where it cannot be built: then Python does
-    the same, some tenths of a millisecond slower per request and step."""
-    try:
-        library = load_library(_SOURCE)
-    except CannotBuild as error:
-        logger.info("Trees grow without their compiled part: %s", error)
-        return None
+    """The library of the three; where it cannot be built, Python does the same, some tenths of a millisecond slower per
+    request and step."""
+    library = load_library(_SOURCE)
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.medusa_follow.argtypes = [
         *(address, number, address, address, number, number, number, ctypes.c_double),
