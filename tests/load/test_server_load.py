@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from servers import Serving, serve, tiny_speaker
+from served import Server
+from servers import serve, tiny_speaker
 from storm import Answer, Storm, blow
 
 LONG, SHORT = (os.environ.get(name) == "1" for name in ("MEDUSA_LONG", "MEDUSA_STORM"))
@@ -43,7 +44,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @contextmanager
-def serving(subject: tuple[str, str], medusa: bool, folder: Path) -> Iterator[Serving]:
+def serving(subject: tuple[str, str], medusa: bool, folder: Path) -> Iterator[Server]:
     model, heads = subject
     blocks = 400 if LONG else 40  # small enough that requests wait, and are preempted
     with serve(model, heads if medusa else None, folder, blocks) as server:
@@ -60,13 +61,13 @@ def plain_answers(subject: tuple[str, str], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def server(subject: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(subject: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(subject, True, tmp_path_factory.mktemp("medusa")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def storm(plain_answers: list[Answer], server: Serving) -> tuple[list[Answer], list[int]]:
+def storm(plain_answers: list[Answer], server: Server) -> tuple[list[Answer], list[int]]:
     """Our answers, and the server's memory in bytes after the first hundred requests and at the end."""
     first = asyncio.run(blow(server.url, STORM.requests[:FIRST], CLIENTS))
     memory = [server.memory()]
@@ -103,9 +104,7 @@ def test_malformed_requests_are_refused_as_plain_vllm_refuses_them(
     assert len(kinds) >= (20 if LONG else 8)
 
 
-def test_nothing_is_left_behind_and_the_metrics_are_true(
-    storm: tuple[list[Answer], list[int]], server: Serving
-) -> None:
+def test_nothing_is_left_behind_and_the_metrics_are_true(storm: tuple[list[Answer], list[int]], server: Server) -> None:
     """The aborted requests leave the engine, and the host's counters agree with what the clients saw."""
     server.wait_until_idle()
     good = [answer for request, answer in zip(STORM.requests, storm[0], strict=True) if request.good]
@@ -130,7 +129,7 @@ def test_memory_does_not_grow(storm: tuple[list[Answer], list[int]]) -> None:
 
 
 def test_a_killed_engine_ends_the_server_and_no_client_waits(
-    storm: tuple[list[Answer], list[int]], server: Serving
+    storm: tuple[list[Answer], list[int]], server: Server
 ) -> None:
     """Last in this file. As plain vLLM: requests in flight fail, the server ends by itself."""
     family = server.family()
