@@ -21,12 +21,30 @@ def test_times_between_sizes_are_interpolated_and_never_fall():
     assert found[-1] > found[15]
 
 
-def test_a_stall_moves_little_and_a_lasting_change_wins():
+def test_a_stall_says_nothing_of_its_size_and_a_lasting_change_wins():
     cost = steps({4: 0.010, 8: 0.012})
     for _ in range(50):
         cost.observe(4, 0.010)
+        cost.observe(8, 0.012)
     cost.observe(4, 3.0)
-    assert float(cost.seconds(4)) < 0.0103
+    assert float(cost.seconds(8) / cost.seconds(4)) == pytest.approx(1.2, rel=0.02)
     for _ in range(200):
         cost.observe(4, 0.011)
+        cost.observe(8, 0.012)
     assert float(cost.seconds(4)) == pytest.approx(0.011, rel=0.02)
+    assert float(cost.seconds(8)) == pytest.approx(0.012, rel=0.02)
+
+
+def test_a_slow_minute_slows_every_size():
+    cost = steps({4: 0.010, 8: 0.012, 16: 0.020})
+    for _ in range(200):
+        cost.observe(4, 0.020)
+    assert float(cost.seconds(4)) == pytest.approx(0.020, rel=0.02)
+    assert float(cost.seconds(16)) > 0.033  # not seen since, and thought slow all the same
+
+
+def test_the_first_step_of_a_size_does_not_count_what_was_built_for_it():
+    cost = steps({32: 0.040, 128: 0.100})
+    cost.observe(80, 0.320)  # 0.070 by what is known
+    assert float(cost.seconds(80)) < 1.3 * 0.070
+    assert float(cost.seconds(32)) < 1.1 * 0.040

@@ -28,6 +28,8 @@ def test_hub_id_passes(tmp_path: Path) -> None:
 def test_missing_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MedusaError, match=r"model='/no/such/folder': no such folder"):
         resolve("/no/such/folder", None)
+    with pytest.raises(MedusaError, match=r"model='\.\./folder': no such folder"):
+        resolve("../folder", None)
     monkeypatch.setenv(MODEL_VARIABLE, "/no/such/folder")
     with pytest.raises(MedusaError, match=f"{MODEL_VARIABLE}='/no/such/folder'"):
         default_model()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.cost import GRID, StepCost, grid_size
+from vllm_medusa.cost import GRID, StepCost
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -15,6 +16,7 @@ Floats = npt.NDArray[np.float32]
 MEMORY = 512.0  # promised tokens over which `Trust` forgets
 DOUBT = 32.0  # promised tokens that it takes for granted at first
 LEAST_TRUST, MOST_TRUST = 0.05, 1.25
+PROMISING = 0.9  # of the best rate: what a size must be thought to reach to be tried
 
 
 class Trust:
@@ -68,9 +70,9 @@ class NodeBudget:
     """
 
     def __init__(
-        self, cost: StepCost, *, hysteresis: float = 0.01, explore_every: int = 64, retry_every: int = 48
+        self, cost: StepCost, *, hysteresis: float = 0.01, explore_every: int = 16, retry_every: int = 48
     ) -> None:
-        """Keep the last number of nodes unless another is better by `hysteresis`; try a neighbour now and then.
+        """Keep the last number of nodes unless another is better by `hysteresis`; try another now and then.
 
         `cost` is of steps without the heads; `heads_cost`, learnt beside it, is of asking them for so many requests.
         """
@@ -129,11 +131,12 @@ class NodeBudget:
         if without_heads is not None and self.heads_cost.cells:
             asking = float(self.heads_cost.seconds(batch))
         rate = self._rates(batch, other_tokens, ordered, asking)
+        counts = _counts(batch + other_tokens, len(ordered))
         habit = self._habits.setdefault(batch + other_tokens, _Habit())
         if without_heads is not None:
             bare = np.sort(without_heads[without_heads > 0.0])[::-1]
             self._weigh(habit, rate, self._rates(batch, other_tokens, bare, 0.0))
-        nodes = self._settle(habit, batch + other_tokens, rate)
+        nodes = int(counts[self._settle(habit, batch + other_tokens, counts, rate[counts])])
         if nodes == 0:
             return np.zeros_like(sizes)
         cutoff = ordered[nodes - 1]
@@ -159,16 +162,28 @@ class NodeBudget:
         if habit.tries >= 8:
             habit.asks = habit.gain > (-0.003 if habit.asks else 0.003)
 
-    def _settle(self, habit: _Habit, batch: int, rate: npt.NDArray[np.float64]) -> int:
+    def _settle(self, habit: _Habit, tokens: int, counts: Ints, rate: npt.NDArray[np.float64]) -> int:
+        """The place among `counts`, whose rates are `rate`, of the number of nodes to draft."""
         best = int(rate.argmax())
-        last = min(best if habit.nodes is None else habit.nodes, len(rate) - 1)
+        last = best if habit.nodes is None else int(np.searchsorted(counts, habit.nodes, side="right")) - 1
         if rate[best] <= rate[last] * (1.0 + self.hysteresis):
             best = last
-        habit.nodes = best
+        habit.nodes = int(counts[best])
         self._steps += 1
         if best > 0 and self._steps % self.explore_every == 0:
-            # The next grid size up or down: times that are never looked at again go stale.
-            step = 1 if (self._steps // self.explore_every) % 2 else -1
-            position = GRID.index(grid_size(batch + best)) + step
-            best = min(max(GRID[min(max(position, 0), len(GRID) - 1)] - batch, 0), len(rate) - 1)
+            # Of those that may well be as good, the one known least: times that are never looked at again go stale.
+            promising = np.flatnonzero(rate >= PROMISING * rate[best])
+            best = int(min(promising, key=lambda place: self.cost.steps_at(tokens + int(counts[place]))))
         return best
+
+
+def _counts(tokens: int, offered: int) -> Ints:
+    """int64 [C], from 0 up, how many of `offered` nodes may join a step that has `tokens` tokens without them.
+
+    Those that make a step of a size on the grid: the host builds and keeps something for every size it meets, and what
+    a size costs is known best where it was seen. Where less is offered than would reach the grid, all of it.
+    """
+    first, end = bisect.bisect_right(GRID, tokens), bisect.bisect_right(GRID, tokens + offered)
+    if first == end:
+        return np.unique(np.array([0, offered], dtype=np.int64))
+    return np.array([0, *(size - tokens for size in GRID[first:end])], dtype=np.int64)

@@ -12,11 +12,13 @@ import numpy.typing as npt
 # Step sizes, in tokens, at which times are kept; times between them are interpolated.
 GRID: tuple[int, ...] = (
     *range(1, 10),
-    *(10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128),
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048),
 )
 LARGEST = GRID[-1]
 REFRESH = 8  # observations after which a curve is drawn anew
+STALL = 1.25  # a step that took longer than this times the expected says nothing about the work
+PACE_RATE = 0.3  # how much of a surprise is laid to the machine's pace rather than to the size of the step
 
 
 @dataclass
@@ -28,8 +30,8 @@ class _Cell:
 
     def update(self, seconds: float) -> None:
         rate = max(0.05, 1.0 / (self.count + 1))
-        # A stall (another process, a page fault) says nothing about the work: it counts as a quarter more at most.
-        self.seconds += rate * (min(seconds, 1.25 * self.seconds) - self.seconds)
+        # A stall (another process, a page fault) counts as a quarter more at most.
+        self.seconds += rate * (min(seconds, STALL * self.seconds) - self.seconds)
         self.count += 1
 
 
@@ -37,12 +39,17 @@ class _Cell:
 class StepCost:
     """Seconds of a step against its tokens: never falling, interpolated between the sizes seen.
 
+    Machines have slow minutes. Were each size's time kept as it was seen, those that happened to be served in a slow
+    minute would look dear. So a pace is kept beside the curve: what all sizes lately took, over what they were expected
+    to; sizes are compared at the same pace.
+
     >>> cost = StepCost.from_points([(1, 0.024), (9, 0.032)])
     >>> round(float(cost.seconds(5)), 3)
     0.028
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
+    pace: float = 1.0
     _curve: tuple[npt.NDArray[np.float64], float] | None = None
     _since: int = 0  # observations that the curve does not hold yet
 
@@ -51,11 +58,24 @@ class StepCost:
         """A model that starts from measured (tokens, seconds)."""
         cost = cls()
         for tokens, seconds in points:
-            cost.observe(tokens, seconds)
+            cost.seed(tokens, seconds)
         return cost
+
+    def seed(self, tokens: int, seconds: float) -> None:
+        """Take a time for what it is: measured with care, before serving, at the same pace as others."""
+        self._learn(tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one decode step of `tokens` tokens (prefill steps are not for this)."""
+        if self.known:
+            # The first step of a size also builds what the host keeps for it: bounded as any stall is.
+            surprise = min(seconds / float(self.seconds(tokens)), STALL)
+            seconds = surprise * float(self.seconds(tokens)) / self.pace
+            self.pace *= surprise**PACE_RATE
+            seconds /= surprise**PACE_RATE
+        self._learn(tokens, seconds)
+
+    def _learn(self, tokens: int, seconds: float) -> None:
         size = grid_size(tokens)
         cell = self.cells.get(size)
         if cell is None:
@@ -71,6 +91,11 @@ class StepCost:
         """Whether there is enough to tell more tokens from fewer."""
         return len(self.cells) >= 2
 
+    def steps_at(self, tokens: int) -> int:
+        """How many steps of the size that stands for `tokens` were seen."""
+        cell = self.cells.get(grid_size(tokens))
+        return cell.count if cell is not None else 0
+
     def seconds(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the last slope goes on."""
         if self._curve is None:
@@ -78,12 +103,14 @@ class StepCost:
         curve, slope = self._curve
         tokens = np.asarray(tokens)
         found = curve[np.minimum(tokens, LARGEST)]
-        return np.asarray(found if tokens.max() <= LARGEST else found + slope * np.maximum(tokens - LARGEST, 0))
+        if tokens.max() > LARGEST:
+            found = found + slope * np.maximum(tokens - LARGEST, 0)
+        return np.asarray(self.pace * found)
 
     def table(self) -> list[dict[str, float]]:
-        """One row per step size seen: tokens, milliseconds, steps."""
+        """One row per step size seen: tokens, milliseconds at the present pace, steps."""
         return [
-            {"tokens": size, "milliseconds": round(cell.seconds * 1e3, 3), "steps": cell.count}
+            {"tokens": size, "milliseconds": round(cell.seconds * self.pace * 1e3, 3), "steps": cell.count}
             for size, cell in sorted(self.cells.items())
         ]
 

@@ -1,15 +1,14 @@
 """Which model and heads a command works on: what the user named, else SmolLM2-135M-Instruct and its bundled heads."""
 
 import os
-import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.heads.source import is_hub_id
 
 MODEL_VARIABLE = "VLLM_MEDUSA_MODEL"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,6 @@ def _checked(model: str, key: str = "model") -> str:
     """A folder or a hub id; what is neither is refused here, in one sentence, before any engine starts."""
     if Path(model).expanduser().is_dir():
         return str(Path(model).expanduser())
-    if HUB_ID.fullmatch(model):
+    if is_hub_id(model):
         return model
     raise MedusaError.of(key, model, "no such folder; name a folder with config.json and weights, or a hub id")

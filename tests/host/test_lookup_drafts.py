@@ -80,8 +80,8 @@ def test_useless_heads_are_hardly_asked(tiny, tiny_medusa, monkeypatch):
     monkeypatch.setattr(drafting, "settings", adaptive)
     monkeypatch.setattr(drafting, "budget", NodeBudget(drafting.cost))
     for tokens in (1, 4, 16, 64, 128):
-        drafting.cost.observe(tokens, 0.001 * tokens)
-    drafting.budget.heads_cost.observe(1, 0.001)
+        drafting.cost.seed(tokens, 0.001 * tokens)
+    drafting.budget.heads_cost.seed(1, 0.001)
     honest = runner.drafter.propose
 
     def propose(hidden: torch.Tensor, *args, **kwargs):

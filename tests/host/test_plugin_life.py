@@ -119,8 +119,10 @@ def test_registering_again_under_anothers_wrapper_changes_nothing(tiny_model: Pa
         medusa = {"method": "medusa", "model": str(tiny_heads), "num_speculative_tokens": 4}
         args = EngineArgs(model=str(tiny_model), skip_tokenizer_init=True, speculative_config=medusa)
         assert args.create_engine_config().speculative_config.method == "custom_class" and len(calls) == 1
-    finally:
         patches.uninstall()
+        assert EngineArgs.create_speculative_config is wrapper  # not ours to remove
+    finally:
+        EngineArgs.create_speculative_config = ours
         register()
 
 

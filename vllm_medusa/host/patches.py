@@ -37,9 +37,10 @@ def install_refusal(error: Exception) -> None:
 def uninstall() -> None:
     """Give the host its own methods back."""
     for owner, name in ((EngineArgs, "create_speculative_config"), (SamplingParams, "_validate_spec_decode")):
-        original = getattr(getattr(owner, name), _MARK, None)
-        if original is not None:
-            setattr(owner, name, original)
+        current = getattr(owner, name)
+        # A wrapper that another plugin laid over ours carries our mark too (functools.wraps): it stays.
+        if getattr(current, _MARK, None) is not None and current.__wrapped__ is current.__dict__[_MARK]:
+            setattr(owner, name, current.__wrapped__)
     _let_figures_through(False)
     _show_metrics(False)
 

@@ -125,7 +125,7 @@ class Drafting:
                 began = time.perf_counter()
                 self.proposer.propose(hidden, roots, expected=Expected.nothing(size, 1))
                 seconds = time.perf_counter() - began
-            self.budget.heads_cost.observe(size, seconds)
+            self.budget.heads_cost.seed(size, seconds)
 
     def report(self) -> dict[str, Any]:
         """What is learnt while serving.

@@ -112,7 +112,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         most = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens), WARM_UP_SIZES[-1])
         for size in [size for size in WARM_UP_SIZES if size <= most]:
             best = min(self._time_forward(size) for _ in range(4))
-            self.drafting.cost.observe(size, best)
+            self.drafting.cost.seed(size, best)
         self.drafting.measure_heads()
 
     def log_choices(self) -> None:
