@@ -47,14 +47,18 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     console.print()
     if any(run.identical_tokens < 1.0 for run in results.runs):
         console.print(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
-    console.print(summary(results), soft_wrap=True)  # one line, whatever the terminal's width
+    console.print(summary(results), soft_wrap=not console.is_terminal)  # one line for what reads it from a pipe
     return results
 
 
 def best_example(examples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The step worth showing: the one that accepted most, the latest of equals; None when no tree was drafted."""
+    """The step worth showing: with branches, one that accepted most, the latest of equals; None if none has drafts."""
     drafted = [example for example in examples if example["tokens"]]
-    return max(reversed(drafted), key=lambda example: len(example["accepted_rows"]), default=None)
+
+    def worth(example: dict[str, Any]) -> tuple[bool, int]:
+        return len(set(example["parents"])) < len(example["parents"]), len(example["accepted_rows"])
+
+    return max(reversed(drafted), key=worth, default=None)
 
 
 def draw_step(example: dict[str, Any], engine: EngineProcess) -> Any:
