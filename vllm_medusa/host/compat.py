@@ -94,6 +94,7 @@ RUNNER_CONTRACT = (
 )
 SCHEDULER_CONTRACT = (
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule", ("scheduler_output",)),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", ("draft_token_ids",)),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output", ("request", "new_token_ids")),

@@ -13,10 +13,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_medusa.config import SETTINGS_KEY
 from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
 from vllm_medusa.host.grammar import KEPT, GrammarTree, TreeDraftTokenIds, fill_masks, likeliest_chain, prune
 from vllm_medusa.host.metrics.figures import FIGURES, Outbox
 from vllm_medusa.host.metrics.stats import leave_out, with_figures
+from vllm_medusa.host.step_size import even_out
 
 
 class MedusaScheduler(Scheduler):
@@ -32,6 +34,9 @@ class MedusaScheduler(Scheduler):
             # max_num_batched_tokens the request would wait for ever, larger than long_prefill_token_threshold end the
             # engine. The host leaves this padding out where the number of drafts depends on the batch.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        # Without `adaptive` a tree is what the user says; a connector has seen the plan already.
+        medusa = self.vllm_config.additional_config[SETTINGS_KEY]
+        self._adaptive = bool(medusa["adaptive"]) and self.connector is None
         self._outbox = Outbox()
         self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
@@ -74,6 +79,12 @@ class MedusaScheduler(Scheduler):
             }
             setattr(output, KEPT, kept)
         return output
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """The host counts what is planned as computed; before, drafts that may be cut make the step's size even."""
+        if self._adaptive:
+            even_out(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """The host's reading of a step; the figures that lie beside its tokens are gathered."""
