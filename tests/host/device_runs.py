@@ -122,9 +122,8 @@ def sampling(params: Params) -> list[Any]:
 
     asked = []
     for given in params:
-        bad = given.get("bad", [])
         made = SamplingParams(**{"ignore_eos": True, **{key: value for key, value in given.items() if key != "bad"}})
-        made._bad_words_token_ids = [list(word) for word in bad] or None
+        made._bad_words_token_ids = [list(word) for word in given.get("bad", [])] or None
         asked.append(made)
     return asked
 
@@ -176,12 +175,24 @@ def small_parts(engine: Engine) -> Any:
     return _replaced(sampling, "get_max_chunk_logits", lambda _: 9)
 
 
+def no_masks(engine: Engine) -> Any:
+    """As if the host's grammar masks covered no draft."""
+    sampler = engine.runner.rejection_sampler
+
+    def call(logits: Any, batch: Any, draft_logits: Any, invalid: Any) -> Any:
+        return sampler(logits, batch, draft_logits, batch.expanded_local_pos > 0)
+
+    return _replaced(engine.runner, "rejection_sampler", call)
+
+
 def padded(engine: Engine) -> Any:
     """The host fills new requests' drafts up to the full number, as it does for the sake of CUDA graphs."""
     return _replaced(engine.llm.llm_engine.engine_core.engine_core.scheduler, "dynamic_sd_lookup", None)
 
 
-CHANGES = {"": unchanged} | {f.__name__: f for f in (no_commit, flat_positions, no_history, small_parts, padded)}
+CHANGES = {"": unchanged} | {
+    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, padded)
+}
 
 
 def prefix_cache(model: Path, heads: Path, *, change: str = "", **options: Any) -> tuple[list[str], list[int]]:
@@ -253,6 +264,11 @@ def grammar(
         said = answers(trees, prompts, params)
     thought = [tokens.index(end) if end in tokens else None for tokens, _ in truth]
     return {"differences": differences(truth, said), "length": steps.length, "thought": thought}
+
+
+def said(model: Path, _: Path, lengths: list[int], params: Params) -> list[list[int]]:
+    """What plain vLLM says to the prompts of `compare`."""
+    return engine(model).tokens(random_prompts(np.random.default_rng(3), lengths), sampling(params))
 
 
 def contract() -> list[str]:

@@ -103,14 +103,32 @@ def test_a_missing_history_shows(ask: Ask) -> None:
 
 
 def test_forbidden_words_and_least_lengths(ask: Ask) -> None:
-    plain = ask("compare", LENGTHS, greedy(4, 10))["plain"]
-    params: list[dict[str, Any]] = [{"temperature": 0, "max_tokens": 10} for _ in plain]
-    params[0]["bad"] = [plain[0][4:6], plain[0][7:8], [plain[0][7], plain[0][2]]]
+    plain = ask("said", LENGTHS, greedy(4, 10))
+    params: list[dict[str, Any]] = [{"temperature": 0, "max_tokens": 8} for _ in plain]
+    params[0]["bad"] = [plain[0][3:5], plain[0][5:6], [plain[0][7], plain[0][2]]]
     params[1] |= {"temperature": 0.8, "seed": 5, "min_p": 0.01}
-    params[2] |= {"min_tokens": 6, "stop_token_ids": plain[2][:6]}
+    params[2] |= {"min_tokens": 5, "stop_token_ids": plain[2][:6]}
     params[3] |= {"allowed_token_ids": list(range(0, 160, 2)), "logit_bias": {4: 2.0}}
     run = ask("compare", LENGTHS, params, is_async=True)
     assert run["differences"] == [] and run["plain"][0] != plain[0] and run["length"] > 1.3
+
+
+def test_a_processor_of_the_users_own(ask: Ask) -> None:
+    run = ask("compare", [1, 9, 33], seeded(3, 8), shared={"logits_processors": ["device_processor:NoEcho"]})
+    assert run["differences"] == [] and run["length"] > 1.3
+
+
+def test_processed_log_probabilities(ask: Ask) -> None:
+    """Of the rows on the path; a greedy batch shows them as they are."""
+    shared = {"logprobs_mode": "processed_logprobs"}
+    for params in (seeded(2, 6, logprobs=2), [{"temperature": 0, "max_tokens": 6, "logprobs": 1}] * 2):
+        assert ask("compare", [9, 33], params, shared=shared)["differences"] == []
+
+
+def test_drafts_without_a_mask_are_not_accepted(ask: Ask) -> None:
+    """vLLM says of which drafts it could not tell what its grammars allow."""
+    run = ask("compare", LENGTHS[1:], greedy(3, 5), change="no_masks")
+    assert run["differences"] == [] and run["length"] == 1.0
 
 
 def test_the_prefix_cache_holds_what_was_committed(ask: Ask) -> None:

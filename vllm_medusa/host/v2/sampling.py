@@ -145,14 +145,16 @@ class TreeSampler:
                 standing = step_to_child(standing, emitted[-1], node_tokens, step.parents, step.num_nodes)
             path.append(standing)
             below = path if reads_history else path[-1:]
-            sampled, logits = self._draw(rows, step, torch.stack(below, dim=1), shown)
+            sampled, logits = self._draw(rows, step, torch.stack(below, dim=1), depth, shown)
             emitted.append(sampled.where(standing >= 0, -1))
             processed.append(logits)
         walked = torch.stack(path, dim=1)
         walk = Walk(walked, torch.stack(emitted, dim=1), (walked >= 0).sum(dim=1))
         return walk, torch.stack(processed, dim=1).flatten(0, 1) if shown else None  # type: ignore[arg-type]
 
-    def _draw(self, rows: _Rows, step: StepTrees, path: Tensor, shown: bool) -> tuple[Tensor, Tensor | None]:
+    def _draw(
+        self, rows: _Rows, step: StepTrees, path: Tensor, depth: int, shown: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Sample at the ends of paths.
 
         The host's processors find a row's history in the rows before it. So each request is a segment of its own here:
@@ -161,7 +163,9 @@ class TreeSampler:
         Args:
             rows: the step's rows of logits.
             step: the step's trees.
-            path: int64 [R, d], rows from the root on or the last one alone; -1 where a walk has ended.
+            path: int64 [R, d], rows from the root on or the last one alone; -1 where a walk has ended (a token is
+                drawn there too, after roots in place of what is missing, and nobody reads it).
+            depth: of the last row.
             shown: whether processed logits are wanted.
 
         Returns:
@@ -169,7 +173,9 @@ class TreeSampler:
         """
         batch, count, length = step.batch, *path.shape
         places = (step.first_logit[:, None] + path.clamp(min=0)).flatten()
-        local = torch.arange(length, dtype=torch.int32, device=places.device).repeat(count)
+        local = torch.arange(length, dtype=torch.int32, device=places.device)
+        positions = (step.context[:, None] + (depth + 1 - length) + local).flatten()
+        local = local.repeat(count)
         slots = batch.idx_mapping.repeat_interleave(length)
         most = max(1, get_max_chunk_logits(rows.logits.shape[1]) // length)  # requests in a part
         tokens, logits = [], []
@@ -181,7 +187,7 @@ class TreeSampler:
                 slots[part],
                 batch.idx_mapping[requests],
                 batch.idx_mapping_np[requests],
-                rows.positions[at],
+                positions[part],
                 rows.tokens[at],
                 local[part],
                 rows.lengths[requests],
