@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
 from engines import VOCAB, Engine, random_prompts
+from waiting import NoWaiting
 
 from vllm_medusa.tree.topology import Tree
 
@@ -175,6 +176,47 @@ def small_parts(engine: Engine) -> Any:
     return _replaced(sampling, "get_max_chunk_logits", lambda _: 9)
 
 
+@contextmanager
+def watched(engine: Engine) -> Iterator[None]:
+    """Draft, walk and what leads to the commit fail where they would wait for a device. The heads take the way that is
+    no CPU's own; calls of the host do as they like."""
+    from vllm_medusa.heads import native
+    from vllm_medusa.host.v2 import model_state, sampling
+
+    runner, mode = engine.runner, NoWaiting()
+
+    def in_mode(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.add(name)
+            with mode:
+                return function(*args, **kwargs)
+
+        return call
+
+    def outside(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode.pause():
+                return function(*args, **kwargs)
+
+        return call
+
+    calls: set[str] = set()
+    heads = runner.drafter.heads
+    ours = [(runner.trees, "lay"), (runner.trees, "put"), (runner.speculator, "propose"), (runner, "rejection_sampler")]
+    ours += [(runner.counts, "count"), (model_state, "_moves")]
+    theirs = [(runner.sampler, "sample")]
+    theirs += [(sampling, "compute_topk_scores"), (sampling, "get_num_sampled_and_rejected")]
+    with ExitStack() as stack:
+        for owner, name in ours:
+            stack.enter_context(_replaced(owner, name, in_mode(name, getattr(owner, name))))
+        for owner, name in theirs:
+            stack.enter_context(_replaced(owner, name, outside(getattr(owner, name))))
+        stack.enter_context(_replaced(heads, "_frozen", None))
+        stack.enter_context(_replaced(native, "best_tokens", lambda *_: None))
+        yield
+    assert calls == {name for _, name in ours}, calls
+
+
 def no_masks(engine: Engine) -> Any:
     """As if the host's grammar masks covered no draft."""
     sampler = engine.runner.rejection_sampler
@@ -191,7 +233,7 @@ def padded(engine: Engine) -> Any:
 
 
 CHANGES = {"": unchanged} | {
-    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, padded)
+    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded)
 }
 
 

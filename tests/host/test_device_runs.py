@@ -146,6 +146,16 @@ def test_heads_draft_on_the_device(ask: Ask) -> None:
     assert sum(report["accepted_by_rank"]) == sum(report["accepted_by_depth"])
 
 
+@pytest.mark.parametrize("tree", ["dynamic", "chain"])
+def test_nothing_waits_for_the_device(ask: Ask, tree: str) -> None:
+    """In draft, walk and what leads to the commit: no value of a tensor decides on the host."""
+    params = [*greedy(1, 5), *seeded(1, 5, frequency_penalty=0.5, logprobs=1)]
+    run = ask("compare", [9, 33], params, shape=None, change="watched", medusa={"tree": tree}, is_async=True)
+    assert run["differences"] == []
+    run = ask("compare", [9, 33], greedy(2, 5), shape=None, change="watched", medusa={"tree": tree}, is_async=True)
+    assert run["differences"] == []
+
+
 def test_width_by_the_number_of_requests(ask: Ask) -> None:
     """The host's own key, down to no nodes at all, while a batch shrinks."""
     table = [(1, 2, NODES), (3, 4, 3), (5, 16, 0)]
