@@ -56,8 +56,8 @@ class TreeCache:
         In the step that checked them: the next one, or the prefix cache, may read these slots.
 
         Args:
-            sources, targets: int64 [M], indices among the step's tokens: the rows, and those whose slots they take;
-                shallow ones first. Where both are the same nothing moves.
+            sources, targets: int64 [M] or [R, M], indices among the step's tokens: the rows, and those whose slots
+                they take; of each request shallow ones first. Where both are the same nothing moves.
         """
         moved = sources != targets
         sources, targets = sources[moved], targets[moved]

@@ -98,10 +98,10 @@ def _checked_rows(step: StepTrees) -> CheckedRows:
 
 
 def _moves(step: StepTrees) -> tuple[Tensor, Tensor]:
-    """Sources and targets int64 [R * D], request by request, shallow rows first; where nothing moves both are one."""
+    """Sources and targets int64 [R, D] among the step's tokens, by depth; where nothing moves both are the same."""
     assert step.walk is not None
     path = step.walk.rows[:, 1:]
     depth = torch.arange(1, path.shape[1] + 1, device=path.device)
     accepted = path >= 0
     first = step.first_token[:, None]
-    return (first + path.where(accepted, 0)).flatten(), (first + depth.where(accepted, 0)).flatten()
+    return first + path.where(accepted, 0), first + depth.where(accepted, 0)
