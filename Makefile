@@ -66,7 +66,8 @@ test-fast: $(STAMP)
 	  -m "not slow and not server and not gpu" $(ARGS)
 
 test-long: $(STAMP)
-	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py $(ARGS)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py \
+	  tests/host/test_device_runs.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/faults tests/test_doctor.py tests/host/test_plugin_life.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/load $(ARGS)

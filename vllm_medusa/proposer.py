@@ -19,6 +19,7 @@ from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.lookup import Expected
 from vllm_medusa.tree.mixture import grow_mixture
 from vllm_medusa.tree.rejection import draw_children
+from vllm_medusa.tree.tensors import TensorTrees, fill_tree, grow_trees
 from vllm_medusa.tree.topology import Tree
 
 Ints = npt.NDArray[np.int64]
@@ -135,6 +136,26 @@ class MedusaProposer:
         parents = np.where(expected.tokens >= 0, np.arange(width), -1)
         ranks = np.full((batch, width), self.top_k)
         return TreeDraft(expected.tokens, parents, ranks, expected.reach, sizes)
+
+    @torch.inference_mode()
+    def propose_tensors(self, hidden: Tensor, roots: Tensor) -> TensorTrees:
+        """As `propose`, for a host that keeps drafts on the device: all nodes, from the heads alone, without waiting.
+
+        Args:
+            hidden, roots: as in `propose`.
+        """
+        assert self.heads is not None, "load_model comes first"
+        tokens, probabilities = self.heads.candidates(hidden, roots, self.top_k)
+        nodes = self.settings.num_speculative_tokens
+        if self.fixed_tree is None:
+            return grow_trees(tokens, probabilities, nodes)
+        return fill_tree(self.fixed_tree, tokens, nodes)
+
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens one step can accept, if the text is not asked."""
+        assert self.heads is not None, "load_model comes first"
+        return self.heads.config.num_heads if self.fixed_tree is None else self.fixed_tree.max_depth
 
     @property
     def top_k(self) -> int:

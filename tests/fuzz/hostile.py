@@ -141,7 +141,7 @@ class World:
                 },
             ),
             (config, {"long_prefill_token_threshold": schedule.piece}),
-            (self.trees.runner, {"_kept": TreeKeyValues(self.layers) if schedule.rewrites else None}),
+            (self.trees.runner.tree_cache, {"kept": TreeKeyValues(self.layers) if schedule.rewrites else None}),
         ):
             for name, value in values.items():
                 stack.callback(setattr, owner, name, getattr(owner, name))

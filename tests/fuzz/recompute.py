@@ -103,7 +103,7 @@ class CachedBlocks:
 
     def _compare(self, block: Any, prefix: Sequence[int], truth: Sequence[tuple[Tensor, Tensor]]) -> str:
         group = self.group_of(block)
-        layout = self.runner._layouts[group]
+        layout = self.runner.tree_cache.layouts[group]
         size = layout.block_size
         layers = self.runner.compilation_config.static_forward_context
         for name in self.runner.kv_cache_config.kv_cache_groups[group].layer_names:

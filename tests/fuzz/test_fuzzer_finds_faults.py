@@ -13,7 +13,7 @@ from hostile import World, drawn
 from outcomes import Violation
 from schedules import BLOCK, Ask, Schedule, shrink
 
-from vllm_medusa.host import trees
+from vllm_medusa.host import tree_cache, trees
 from vllm_medusa.host.v1 import runner
 
 pytestmark = pytest.mark.slow  # engines start
@@ -72,13 +72,12 @@ def position_is_slot(patch: Patch) -> None:
 def window_by_slot(patch: Patch) -> None:
     """Sliding windows measured from the slot of a node instead of its depth."""
 
-    def attach(metadata: Any, step: Any, *args: Any) -> None:
-        wrong = replace(step)
-        wrong.__dict__["depths"] = np.broadcast_to(np.arange(step.parents.shape[1] + 1), step.depths.shape).copy()
-        original(metadata, wrong, *args)
+    def attach(metadata: Any, checked: Any, *args: Any) -> None:
+        flat = torch.cat([torch.arange(count) for count in checked.counts.tolist()])
+        original(metadata, replace(checked, depths=flat), *args)
 
-    original = runner.attach_trees
-    patch.setattr(runner, "attach_trees", attach)
+    original = tree_cache.attach_trees
+    patch.setattr(tree_cache, "attach_trees", attach)
 
 
 def one_mask_for_all(patch: Patch) -> None:

@@ -75,7 +75,7 @@ def test_every_path_of_a_26_node_tree(tiny_medusa: Engine, alignment, way):
             layer.kv_cache.copy_(was)
         taken = slots[torch.from_numpy(targets)]
         if way == "move":
-            runner._movers[0].move(slots[torch.from_numpy(sources)], taken)
+            runner.tree_cache.movers[0].move(slots[torch.from_numpy(sources)], taken)
         else:  # every row of the step is a tree row here
             kept.write(torch.from_numpy(sources), {layer.layer_name: taken for layer in layers})
         for number, layer in enumerate(layers):

@@ -320,7 +320,7 @@ def test_figures_survive_the_way_to_a_front_end() -> None:
 FRONT_ENDS = """
 import os
 from types import SimpleNamespace
-from vllm_medusa.host.engine_args import PROPOSER
+from vllm_medusa.host.choice import PROPOSER
 from vllm_medusa.host.metrics.figures import Counts, Figures, Learnt
 from vllm_medusa.host.metrics.prometheus import MedusaProm
 from vllm_medusa.host.metrics.stats import with_figures

@@ -56,7 +56,7 @@ def test_tokens_stay_the_same(tiny: Any, tiny_medusa: Any, drafting: Any, monkey
     from vllm import SamplingParams
 
     core = tiny_medusa.llm.llm_engine.engine_core.engine_core
-    monkeypatch.setattr(core.scheduler, "_adaptive", True)
+    monkeypatch.setattr(core.scheduler, "_evens_out", True)
     cut = []
 
     def watched(step: Any) -> None:

@@ -19,7 +19,7 @@ def try_trees(folder: Path) -> dict[str, Any]:
     """Greedy answers of both engines, and the Medusa engine's figures."""
     from vllm import LLM, SamplingParams
 
-    from vllm_medusa.host.engine_args import is_ours
+    from vllm_medusa.host.choice import is_ours
 
     model, heads = write_pair(folder)
     common: dict[str, Any] = {

@@ -68,7 +68,7 @@ def check_plugin() -> Finding:
 def check_model_runner() -> Finding:
     """Whether a variable forces the other of vLLM's two runners."""
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        detail = "VLLM_USE_V2_MODEL_RUNNER=1: this version works on Model Runner V1"
+        detail = "VLLM_USE_V2_MODEL_RUNNER=1: V2 is made of Triton kernels, which a CPU cannot run; V1 serves here"
         return Finding("model runner", "bad", detail, "unset it, or set 0")
     return Finding("model runner", "ok", "V1, the one that trees are served on")
 

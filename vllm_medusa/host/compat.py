@@ -92,10 +92,56 @@ RUNNER_CONTRACT = (
     Symbol("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor"),
     Symbol("vllm.v1.sample.logits_processor", "build_logitsprocs", ("vllm_config", "custom_logitsprocs")),
 )
+_V2 = "vllm.v1.worker.gpu"
+# Looked at in a worker that was told to build Model Runner V2.
+V2_CONTRACT = (
+    Symbol(f"{_V2}.model_runner", "GPUModelRunner.load_model"),
+    Symbol(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Symbol(f"{_V2}.model_runner", "GPUModelRunner._dummy_run", ("num_tokens",)),
+    Symbol(f"{_V2}.model_runner", "init_model_state", ("vllm_config", "model", "encoder_cache", "device")),
+    Symbol(f"{_V2}.model_runner", "AsyncOutput"),
+    Symbol("vllm.v1.worker.cpu.model_runner", "CPUModelRunner"),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.add_request", ("req_index", "new_req_data")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.initialize_kv_cache", ("kv_cache_config", "block_tables")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.preprocess_state", ("input_batch", "num_computed_tokens")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.prepare_attn", ("input_batch", "attn_groups")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.postprocess_state", ("idx_mapping", "num_sampled")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.custom_sampler", ("sampler",)),
+    Symbol(
+        f"{_V2}.spec_decode.speculator",
+        "BaseSpeculator.propose",
+        ("input_batch", "last_hidden_states", "last_sampled", "dummy_run", "num_speculative_tokens"),
+    ),
+    Symbol(f"{_V2}.spec_decode.utils", "DraftTokensHandler.set_draft_tokens", ("input_batch", "draft_tokens")),
+    Symbol(f"{_V2}.spec_decode.rejection_sampler", "get_max_chunk_logits", ("vocab_size",)),
+    Symbol(
+        f"{_V2}.input_batch",
+        "InputBatch",
+        ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions"),
+    ),
+    Symbol(f"{_V2}.input_batch", "get_num_sampled_and_rejected", ("num_sampled", "seq_lens", "cu_num_logits")),
+    Symbol(
+        f"{_V2}.sample.sampler",
+        "Sampler.sample",
+        ("logits", "expanded_idx_mapping", "pos", "input_ids", "expanded_local_pos", "return_logprobs"),
+    ),
+    Symbol(f"{_V2}.sample.sampler", "Sampler.get_logprobs_dims", ("idx_mapping_np",)),
+    Symbol(f"{_V2}.sample.logprob", "compute_topk_scores", ("cu_num_logits", "logprob_token_ids_state")),
+    Symbol(f"{_V2}.sample.output", "SamplerOutput", ("sampled_token_ids", "num_sampled", "num_rejected")),
+    Symbol(f"{_V2}.sample.penalties", "PenaltiesState"),
+    Symbol(f"{_V2}.sample.bad_words", "BadWordsState"),
+    Symbol(f"{_V2}.sample.logit_bias", "LogitBiasState"),
+)
 SCHEDULER_CONTRACT = (
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule", ("scheduler_output",)),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", ("draft_token_ids",)),
+    Symbol(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_draft_token_ids_in_output",
+        ("draft_token_ids", "scheduler_output"),
+    ),
+    Symbol("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output", ("request", "new_token_ids")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", ("spec_decoding_stats",)),

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from vllm import envs
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
 
 from vllm_medusa.config import DEFAULT_NODES, SETTINGS_KEY, MedusaConfig, resolve
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
+from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v2
+from vllm_medusa.widths import first_ranges
 
-PROPOSER = "vllm_medusa.proposer.MedusaProposer"
 CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
 SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
+WIDTHS_BY_BATCH = "num_speculative_tokens_per_batch_size"  # the host's own key
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 
@@ -29,11 +32,6 @@ def asks_for_medusa(args: EngineArgs) -> bool:
         # No dict at all: the host's to refuse, but for what can only be meant for us.
         return args.spec_method == "medusa" or (isinstance(given, str) and "medusa" in given)
     return "medusa" in (args.spec_method, given.get("method"))
-
-
-def is_ours(speculative_config: Any) -> bool:
-    """Whether a SpeculativeConfig of the host is one that we made."""
-    return getattr(speculative_config, "method", None) == "custom_class" and speculative_config.model == PROPOSER
 
 
 def create_speculative_config(
@@ -48,6 +46,12 @@ def create_speculative_config(
     """
     given = _merge_flags(args)
     _refuse_unsupported(args, target_model_config, target_parallel_config)
+    runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=current_platform.is_cpu(), has_triton=HAS_TRITON)
+    if runner == "V2":
+        refuse_on_v2(args, given)
+        given = {**given, "prompt_lookup": False}
+        if given.get(WIDTHS_BY_BATCH) is not None:
+            given["adaptive"] = False  # the user has decided
     config, host_settings = MedusaConfig.parse(given, _host_keys())
     folder = locate_heads(config.model)
     heads = read_config(folder)
@@ -74,10 +78,12 @@ def create_speculative_config(
             setattr(args, flag, None)
         args.speculative_config = {
             **host_settings,
-            "method": "custom_class",
+            "method": METHODS[runner],
             "model": PROPOSER,
             "num_speculative_tokens": settings.num_speculative_tokens,
         }
+        if runner == "V2" and settings.adaptive:
+            args.speculative_config[WIDTHS_BY_BATCH] = first_ranges(settings.num_speculative_tokens)
         return original(args, target_model_config, target_parallel_config)
     finally:
         for name, value in written.items():
@@ -117,10 +123,6 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
         raise MedusaError(
             f"medusa: platform {current_platform.device_name!r}: this version serves on CPUs; "
             "install the CPU build of vLLM (pip install 'vllm-medusa[cpu]')"
-        )
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        raise MedusaError.of(
-            "VLLM_USE_V2_MODEL_RUNNER", "1", "this version works on Model Runner V1; unset it or set 0"
         )
     for key, value, usual in (
         ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),

@@ -23,9 +23,15 @@ EVERY_TOKEN = -1  # a mask word that allows all of its 32 tokens
 
 @dataclass
 class TreeDraftTokenIds(DraftTokenIds):
-    """The host's drafts, with the parents [N] of each tree whose request has a grammar, by request id."""
+    """The host's drafts, and the shape of trees whose request has a grammar.
+
+    Attributes:
+        parents: [N] by request id, -1 for padding.
+        whole: trees stay as they were drafted (on a device); what a grammar forbids is masked, not left out.
+    """
 
     parents: dict[str, list[int]] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,15 @@ class GrammarTree:
     def children(self, row: int) -> Iterator[int]:
         """Rows of the node's children, in order."""
         return iter((self.parents == row).nonzero()[0] + 1)
+
+    def leaves(self) -> Iterator[list[int]]:
+        """Each path from a child of the root down to a leaf, as rows; padding is on none of them."""
+        for leaf in np.setdiff1d(np.flatnonzero(self.parents >= 0) + 1, self.parents):
+            rows, row = [], int(leaf)
+            while row > 0:
+                rows.append(row)
+                row = int(self.parents[row - 1])
+            yield rows[::-1]
 
     def is_drafted_in(self, scheduled: Sequence[int]) -> bool:
         """Whether these scheduled tokens are this tree or a prefix of it."""

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.host import engine_args
+from vllm_medusa.host import choice, engine_args
 from vllm_medusa.host.compat import METRICS_CONTRACT, find_problems
 
 _MARK = "_vllm_medusa_original"
@@ -75,7 +75,7 @@ def _validate_spec_decode(original: Callable[..., Any], self: SamplingParams, sp
     Our walk samples through the host's own Sampler with all its processors, so they hold. Remove when vLLM decides by
     method.
     """
-    if speculative_config is not None and engine_args.is_ours(speculative_config):
+    if speculative_config is not None and choice.is_ours(speculative_config):
         return
     original(self, speculative_config)
 

@@ -9,20 +9,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.config import SETTINGS_KEY
 from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
-from vllm_medusa.host.grammar import KEPT, GrammarTree, TreeDraftTokenIds, fill_masks, likeliest_chain, prune
+from vllm_medusa.host.grammar import (
+    EVERY_TOKEN,
+    KEPT,
+    GrammarTree,
+    TreeDraftTokenIds,
+    fill_masks,
+    likeliest_chain,
+    prune,
+)
 from vllm_medusa.host.metrics.figures import FIGURES, Outbox
 from vllm_medusa.host.metrics.stats import leave_out, with_figures
 from vllm_medusa.host.step_size import even_out
 
+WIDTHS = "medusa_widths"  # on a ModelRunnerOutput: nodes of each request by the number of requests, from now on
+
 
 class MedusaScheduler(Scheduler):
     """The host's scheduler. It reads drafts as one sequence; trees under a grammar are read here instead."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> MedusaScheduler:
+        """The one of the two that the config asks for: a class of one's own must know of asynchronous scheduling."""
+        is_async = vllm_config.scheduler_config.async_scheduling
+        return super().__new__(MedusaAsyncScheduler if is_async else cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build the host's scheduler and take over the masks of trees."""
@@ -34,9 +50,10 @@ class MedusaScheduler(Scheduler):
             # max_num_batched_tokens the request would wait for ever, larger than long_prefill_token_threshold end the
             # engine. The host leaves this padding out where the number of drafts depends on the batch.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-        # Without `adaptive` a tree is what the user says; a connector has seen the plan already.
-        medusa = self.vllm_config.additional_config[SETTINGS_KEY]
-        self._adaptive = bool(medusa["adaptive"]) and self.connector is None
+        # Without `adaptive` a tree is what the user says, and Model Runner V2 drafts widths of its own; a connector has
+        # seen the plan already.
+        adaptive = bool(self.vllm_config.additional_config[SETTINGS_KEY]["adaptive"])
+        self._evens_out = adaptive and not self.vllm_config.use_v2_model_runner and self.connector is None
         self._outbox = Outbox()
         self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
@@ -56,7 +73,11 @@ class MedusaScheduler(Scheduler):
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             tokens = drafts[name]
-            if self._is_constrained(request):
+            if draft_token_ids.whole:
+                if request.use_structured_output:
+                    trees[name] = GrammarTree.whole(drafts.pop(name), rows)
+                    request.spec_token_ids = list(tokens)
+            elif self._is_constrained(request):
                 trees[name] = prune(request.structured_output_request.grammar, name, tokens, rows)
                 drafts.pop(name)
                 request.spec_token_ids = list(trees[name].tokens)
@@ -65,6 +86,22 @@ class MedusaScheduler(Scheduler):
                 drafts[name] = list(trees[name].tokens)
         self._grammar_trees |= trees
         super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
+        """The same for a step that was scheduled before its drafts were known; none of them is left out."""
+        drafts = dict(zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True))
+        parents = draft_token_ids.parents if isinstance(draft_token_ids, TreeDraftTokenIds) else {}
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        for name, rows in parents.items():
+            request = self.requests.get(name)
+            if request is None or request.is_finished() or not request.use_structured_output:
+                continue
+            size = len(scheduled.get(name, ()))
+            tokens = drafts.pop(name)[:size]
+            if size:
+                self._grammar_trees[name] = GrammarTree.whole(tokens, rows[:size])
+                scheduled[name] = tokens
+        super().update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), scheduler_output)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """The host's plan of a step, with the pruned trees the worker has to know of."""
@@ -82,13 +119,14 @@ class MedusaScheduler(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """The host counts what is planned as computed; before, drafts that may be cut make the step's size even."""
-        if self._adaptive:
+        if self._evens_out:
             even_out(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """The host's reading of a step; the figures that lie beside its tokens are gathered."""
         self._host_stats = None
+        self.dynamic_sd_lookup = getattr(model_runner_output, WIDTHS, self.dynamic_sd_lookup)
         figures = getattr(model_runner_output, FIGURES, None)
         if figures is not None and self.log_stats:
             self._outbox.put(figures)
@@ -136,15 +174,43 @@ class MedusaScheduler(Scheduler):
         for name, tree in trees.items():
             if tree is not None and self._is_constrained(requests[name]):
                 parts.append(self._tree_rows(requests[name], tree, len(scheduled[name])))
+            elif tree is not None:
+                parts.append(self._path_rows(requests, name, tree, len(scheduled[name])))
             else:
                 parts.append(self._sequence_bitmask(requests, [name], scheduled).copy())
         return np.concatenate(parts)
 
-    def _tree_rows(self, request: Any, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
+    def _path_rows(self, requests: dict[str, Any], name: str, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
+        """Masks of a tree in which only the host knows where the grammar begins: asked for path by path.
+
+        A path is cut before the first token that is forbidden: no row behind it can be reached.
+        """
+        rows = self._empty_rows(size)
+        rows.fill_(EVERY_TOKEN)
+        filled: npt.NDArray[np.int32] = rows.numpy().copy()
+        cut = GrammarTree(tree.tokens[:size], tree.parents[:size], tree.kept[:size])
+        for path in [*cut.leaves()] or [[]]:
+            tokens = [tree.tokens[row - 1] for row in path]
+            allowed = self.structured_output_manager.validate_tokens(requests[name], tokens)
+            masks = self._sequence_bitmask(requests, [name], {name: allowed})
+            assert masks is not None
+            for row, mask in zip([0, *path][: len(allowed) + 1], masks, strict=False):
+                filled[row] = mask
+        return filled
+
+    def _empty_rows(self, size: int) -> torch.Tensor:
+        """Room for the masks of a request with `size` scheduled nodes, as many rows as the host keeps for it."""
         most = 1 + self.vllm_config.num_speculative_tokens
         if self._tree_mask is None:
             self._tree_mask = self.structured_output_manager.backend.allocate_token_bitmask(most)
-        rows = self._tree_mask[: most if grammar_rows_have_fixed_stride() else 1 + size]
+        return self._tree_mask[: most if grammar_rows_have_fixed_stride() else 1 + size]
+
+    def _tree_rows(self, request: Any, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
+        rows = self._empty_rows(size)
         fill_masks(request.structured_output_request.grammar, request.request_id, tree, size, rows)
         filled: npt.NDArray[np.int32] = rows.numpy().copy()
         return filled
+
+
+class MedusaAsyncScheduler(MedusaScheduler, AsyncScheduler):
+    """The same over the host's asynchronous scheduler, which plans a step before it knows the outcome of the last."""

@@ -134,6 +134,17 @@ class Statistics:
         }
 
 
+def in_one_line(report: dict[str, Any]) -> str:
+    """The figures of a runner's report that explain a server's speed."""
+    times = ", ".join(f"{row['tokens']}: {row['milliseconds']:.1f}" for row in report["cost"])
+    nodes = report["drafted_nodes"] / max(report["request_steps"], 1)
+    trust = f" {report['trust']:.0%} of promised tokens came true;" if "trust" in report else ""
+    return (
+        f"Medusa: {report['mean_accepted_length']:.2f} tokens a step, {nodes:.1f} nodes;{trust} "
+        f"overhead {report['overhead_share']:.0%}; milliseconds by tokens in a step {{{times}}}."
+    )
+
+
 def _occurrences(values: Ints) -> list[int]:
     """How often 0, 1, 2, ... occur; negative values do not count."""
     counts: list[int] = np.bincount(values[values >= 0]).tolist()

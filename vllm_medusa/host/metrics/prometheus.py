@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.v1.spec_decode.metrics import SpecDecodingProm, SpecDecodingStats
 
-from vllm_medusa.host.engine_args import is_ours
+from vllm_medusa.host.choice import is_ours
 from vllm_medusa.host.metrics.figures import STAGES, Counts, Figures, Learnt
 from vllm_medusa.host.metrics.stats import MedusaStats
 

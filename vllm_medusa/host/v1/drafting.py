@@ -15,6 +15,7 @@ from vllm_medusa.budget import NodeBudget
 from vllm_medusa.cost import StepCost
 from vllm_medusa.host.grammar import TreeDraftTokenIds
 from vllm_medusa.host.metrics.figures import Learnt
+from vllm_medusa.host.startup import time_heads
 from vllm_medusa.host.trees import DraftBook, StepTrees
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.lookup import Expected, Lookups
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from vllm_medusa.host.v1.runner import MedusaCPUModelRunner
 
 DEEPEST_LOOKUP = 32  # tokens of a request's own text that a tree may hold in one path
-HEADS_SIZES = (1, 2, 4, 8, 16, 32)  # requests, at which asking the heads is timed before serving
 
 
 class Drafting:
@@ -113,19 +113,14 @@ class Drafting:
         if promised > 0.0:
             self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0]].sum()))
 
-    def measure_heads(self) -> None:
-        """Time the heads, which also builds what is built on first use."""
-        heads = self.proposer.heads
-        assert heads is not None
-        weight = heads.unembedding_weight()
-        for size in [size for size in HEADS_SIZES if size <= self._runner.max_num_reqs]:
-            hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
-            roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
-            for _ in range(3):
-                began = time.perf_counter()
-                self.proposer.propose(hidden, roots, expected=Expected.nothing(size, 1))
-                seconds = time.perf_counter() - began
-            self.budget.heads_cost.seed(size, seconds)
+    def measure_heads(self, most: int) -> None:
+        """Time the heads for up to `most` requests."""
+
+        def propose(hidden: Tensor, roots: Tensor) -> TreeDraft:
+            return self.proposer.propose(hidden, roots, expected=Expected.nothing(len(roots), 1))
+
+        for requests, seconds in time_heads(self.proposer, propose, most):
+            self.budget.heads_cost.seed(requests, seconds)
 
     def report(self) -> dict[str, Any]:
         """What is learnt while serving.

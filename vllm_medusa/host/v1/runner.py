@@ -11,27 +11,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.attention.cpu import KeyLayout, active_kernel
-from vllm_medusa.attention.native import SlotMover
-from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout, make_mover
-from vllm_medusa.host.commit import TreeKeyValues, find_moves
+from vllm_medusa.attention.cpu import active_kernel
+from vllm_medusa.host.backend import CheckedRows
+from vllm_medusa.host.commit import find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
+from vllm_medusa.host.startup import log_choices, logger, time_steps
 from vllm_medusa.host.statistics import Statistics
+from vllm_medusa.host.tree_cache import TreeCache
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
 from vllm_medusa.host.v1.emission import emitted_lengths
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
-
-logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
-WARM_UP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
 
 
 class MedusaCPUModelRunner(CPUModelRunner):
@@ -63,10 +60,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.statistics = Statistics()
         self.guard = AcceptanceGuard(self.drafter.settings.heads, logger)
         self.trees: StepTrees | None = None
-        self._layouts: list[KeyLayout] = []  # by KV cache group, as the two below
-        self._movers: list[SlotMover | None] = []
-        self._slots: list[Tensor] = []  # of this step's tokens
-        self._kept: TreeKeyValues | None = None  # where a group has no mover
+        self.tree_cache: TreeCache | None = None
         self._started = 0.0
         self._learnt_due = 0.0  # when the engine core is told again what has been learnt
 
@@ -76,12 +70,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Once layers have their caches: adopt them and learn how keys lie in a block."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._all_logits_processors()  # the host may have built its batch anew
-        layers = self.compilation_config.static_forward_context
-        adopted = adopt(layers.values())
-        groups = [[layers[name] for name in group.layer_names] for group in kv_cache_config.kv_cache_groups]
-        self._layouts = [learn_key_layout(group[0]) for group in groups]
-        self._movers = [make_mover(group, layout) for group, layout in zip(groups, self._layouts, strict=True)]
-        self._kept = None if all(self._movers) else TreeKeyValues(adopted)
+        self.tree_cache = TreeCache(self.compilation_config.static_forward_context, kv_cache_config)
 
     def _all_logits_processors(self) -> None:
         """Every processor that plain decoding runs: min_p and logit_bias, plugins, the user's own.
@@ -100,44 +89,18 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
 
     def measure_step_cost(self) -> None:
-        """Seed the cost model with the target's forward pass and unembedding at a few step sizes, and with the heads.
-
-        A second or two.
-
-        Attention and bookkeeping are missing from these times, so sizes that were never served look a little too
-        cheap: they are tried once and then known.
-        """
+        """Seed the cost model with the target's steps and with the heads. A second or two."""
         if not self.drafter.settings.adaptive:
             return
-        most = min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens), WARM_UP_SIZES[-1])
-        for size in [size for size in WARM_UP_SIZES if size <= most]:
-            best = min(self._time_forward(size) for _ in range(4))
-            self.drafting.cost.seed(size, best)
-        self.drafting.measure_heads()
+        for tokens, seconds in time_steps(
+            self, min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens))
+        ):
+            self.drafting.cost.seed(tokens, seconds)
+        self.drafting.measure_heads(self.max_num_reqs)
 
     def log_choices(self) -> None:
         """One line that says what serves."""
-        settings, heads = self.drafter.settings, self.drafter.heads
-        tree = "dynamic trees" if settings.fixed_tree is None else "a fixed tree"
-        logger.info(
-            "Medusa: %s of up to %d nodes%s from %d heads%s (%s); "
-            "Model Runner V1, tree attention by %s, %s candidates.",
-            tree,
-            settings.num_speculative_tokens,
-            ", fewer under load," if settings.adaptive else "",
-            heads.config.num_heads if heads is not None else 0,
-            " and prompt lookup" if settings.prompt_lookup else "",
-            settings.heads,
-            {"c++": "the C++ kernel"}.get(active_kernel(), active_kernel()),
-            settings.draft_sample_method,
-        )
-
-    @torch.inference_mode()
-    def _time_forward(self, tokens: int) -> float:
-        began = time.perf_counter()
-        hidden, _ = self._dummy_run(tokens)
-        self.model.compute_logits(hidden[:tokens])
-        return time.perf_counter() - began
+        log_choices(self.drafter, "Model Runner V1", active_kernel(), "the host's sampler at each depth")
 
     # Forward ----------------------------------------------------------------------------------------------------
 
@@ -174,14 +137,8 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Attach the step's trees to the host's metadata of each KV cache group."""
         by_layer, common = super()._build_attention_metadata(*args, **kwargs)
         if self.trees is not None and self.trees.is_tree.any():
-            self._slots = []
-            for gid, groups in enumerate(self.attn_groups):
-                for group in groups:
-                    metadata = by_layer[group.layer_names[0]]
-                    attach_trees(
-                        metadata, self.trees, self._kept, self._layouts[gid], group.get_metadata_builder(), common
-                    )
-                self._slots.append(metadata.slot_mapping)
+            assert self.tree_cache is not None
+            self.tree_cache.attach(by_layer, self.attn_groups, CheckedRows.of(self.trees))
         return by_layer, common
 
     # Walk and commit --------------------------------------------------------------------------------------------
@@ -234,24 +191,9 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.guard.watch(int(asked.sum()), int(accepted.sum()))
 
     def _commit(self, trees: StepTrees, paths: npt.NDArray[np.int64]) -> None:
-        """Move accepted nodes to the slots that follow the root, in this same step: the next one, or the prefix
-        cache, may read them."""
-        if not trees.is_tree.any():
-            return
-        sources, targets = find_moves(trees, paths)
-        if len(sources) == 0:
-            return
-        if self._kept is None:
-            for mover, slots in zip(self._movers, self._slots, strict=True):
-                assert mover is not None
-                mover.move(slots[torch.from_numpy(sources)], slots[torch.from_numpy(targets)])
-            return
-        kept = np.searchsorted(trees.token_rows(trees.is_tree), sources)
-        by_layer: dict[str, Tensor] = {}
-        for slots, groups in zip(self._slots, self.attn_groups, strict=True):
-            taken = slots[torch.from_numpy(targets)]
-            by_layer |= {name: taken for group in groups for name in group.layer_names}
-        self._kept.write(torch.from_numpy(kept), by_layer)
+        if trees.is_tree.any():
+            assert self.tree_cache is not None
+            self.tree_cache.commit(*map(torch.from_numpy, find_moves(trees, paths)))
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of requests whose sample is discarded.
@@ -311,19 +253,6 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if now >= self._learnt_due:
             learnt, self._learnt_due = self.drafting.learnt(), now + SEND_SECONDS
         setattr(output, FIGURES, Figures(counts, learnt))
-
-    def log_report(self, report: dict[str, Any]) -> None:
-        """One line of the figures that explain a server's speed."""
-        times = ", ".join(f"{row['tokens']}: {row['milliseconds']:.1f}" for row in report["cost"])
-        logger.info(
-            "Medusa: %.2f tokens a step, %.1f nodes; %.0f %% of promised tokens came true; overhead %.0f %%; "
-            "milliseconds by tokens in a step {%s}.",
-            report["mean_accepted_length"],
-            report["drafted_nodes"] / max(report["request_steps"], 1),
-            100 * report["trust"],
-            100 * report["overhead_share"],
-            times,
-        )
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Totals since the last reset (see `Statistics.report`), and what `Drafting.report` has learnt so far."""

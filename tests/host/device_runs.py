@@ -1,0 +1,339 @@
+"""What tests of Model Runner V2 run in the interpreter's process: the same asked of plain vLLM and of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
+from engines import VOCAB, Engine, random_prompts
+from waiting import NoWaiting
+
+from vllm_medusa.tree.topology import Tree
+
+STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
+Params = list[dict[str, Any]]
+
+
+def static(_: Any) -> Tree:
+    """The same tree each time."""
+    return STATIC
+
+
+def greedy(count: int = 4, tokens: int = 22) -> Params:
+    """Greedy requests."""
+    return [{"temperature": 0, "max_tokens": tokens}] * count
+
+
+def seeded(count: int = 4, tokens: int = 16, **more: Any) -> Params:
+    """Sampled requests with a seed each."""
+    return [
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": i, "max_tokens": tokens, **more} for i in range(count)
+    ]
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], params: Any) -> list[tuple[list[int], Any]]:
+    """Tokens of each request, and its log-probabilities."""
+    said = []
+    for completion in engine.answer(prompts, params):
+        logprobs = completion.logprobs and [
+            [(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in completion.logprobs
+        ]
+        said.append((list(completion.token_ids), logprobs))
+    return said
+
+
+def differences(plain: Sequence[Any], trees: Sequence[Any]) -> list[str]:
+    """What trees answered otherwise; log-probabilities may differ by float32's rounding."""
+    wrong = []
+    for row, ((tokens, logprobs), (told, shown)) in enumerate(zip(plain, trees, strict=True)):
+        if tokens != told:
+            wrong.append(f"request {row}: {told} in place of {tokens}")
+        elif logprobs is not None:
+            for place, (expected, found) in enumerate(zip(logprobs, shown, strict=True)):
+                same = [(token, rank) for token, _, rank in expected] == [(token, rank) for token, _, rank in found]
+                if not same or not np.allclose([e[1] for e in expected], [f[1] for f in found], atol=1e-4):
+                    wrong.append(f"request {row}, token {place}: {found} in place of {expected}")
+    return wrong
+
+
+def compare(
+    model: Path,
+    heads: Path,
+    lengths: list[int],
+    params: Params,
+    *,
+    shape: Callable[[np.random.Generator], Tree] | None = any_tree,
+    change: str = "",
+    shared: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Ask both the same, tree drafts holding the true continuation more often than not.
+
+    Args:
+        model, heads: folders.
+        lengths: of random prompts.
+        params: of each, as `SamplingParams` takes them; `bad` are sequences of tokens that are forbidden.
+        shape: of each draft; None: the heads draft.
+        change: a key of CHANGES.
+        shared: options of both engines.
+        options: of the engine with trees.
+    """
+    prompts = random_prompts(np.random.default_rng(3), lengths)
+    shared = shared or {}
+    plain = answers(engine(model, **shared), prompts, sampling(params))
+    limit = options.get("max_model_len", 512)
+    plain = [(a[: limit - len(p)], b and b[: limit - len(p)]) for p, (a, b) in zip(prompts, plain, strict=True)]
+    trees = engine(model, heads, **shared, **options)
+    scheduler = trees.llm.llm_engine.engine_core.engine_core.scheduler
+    free, preempted = trees.free_blocks, []
+    texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, plain, strict=True)]
+    oracle = DeviceOracle(trees, texts, shape or any_tree, VOCAB)
+    oracle.greedy = params == greedy(len(params), params[0]["max_tokens"]) and not change
+    oracle.must_know = not change
+    with ExitStack() as stack:
+        preempt = scheduler._preempt_request
+        scheduler._preempt_request = lambda *a, **k: (preempted.append(1), preempt(*a, **k))[1]
+        stack.callback(setattr, scheduler, "_preempt_request", preempt)
+        steps = stack.enter_context(Steps(trees))
+        stack.enter_context(CHANGES[change](trees))
+        if shape is not None:
+            stack.enter_context(drafting(oracle))
+        trees.runner.medusa_report(reset=True)
+        said = answers(trees, prompts, sampling(params))
+    assert trees.free_blocks == free, "blocks are not given back"
+    return {
+        "differences": differences(plain, said),
+        "length": steps.length,
+        "report": trees.runner.medusa_report(),
+        "checked": oracle.checked,
+        "below_root": oracle.below_root,
+        "preempted": len(preempted),
+        "widths": (trees.runner.widths, scheduler.dynamic_sd_lookup),
+        "plain": [tokens for tokens, _ in plain],
+    }
+
+
+def sampling(params: Params) -> list[Any]:
+    """As the host takes them."""
+    from vllm import SamplingParams
+
+    asked = []
+    for given in params:
+        made = SamplingParams(**{"ignore_eos": True, **{key: value for key, value in given.items() if key != "bad"}})
+        made._bad_words_token_ids = [list(word) for word in given.get("bad", [])] or None
+        asked.append(made)
+    return asked
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def unchanged(_: Engine) -> Iterator[None]:
+    """Nothing is changed."""
+    yield
+
+
+def no_commit(engine: Engine) -> Any:
+    """A fault: accepted keys and values stay where they were checked."""
+    return _replaced(engine.runner.model_state.tree_cache, "commit", lambda *_: None)
+
+
+def flat_positions(engine: Engine) -> Any:
+    """A fault: a node's position is its slot."""
+    trees, lay = engine.runner.trees, engine.runner.trees.lay
+
+    def flat(batch: Any) -> None:
+        before = batch.positions.clone()
+        lay(batch)
+        batch.positions.copy_(before)
+
+    return _replaced(trees, "lay", flat)
+
+
+def no_history(engine: Engine) -> Any:
+    """A fault: processors do not see the tokens of a node's path."""
+    from vllm_medusa.host.v2 import sampling
+
+    return _replaced(sampling, "_reads_history", lambda *_: False)
+
+
+def small_parts(engine: Engine) -> Any:
+    """As if nine rows of logits were a gigabyte."""
+    from vllm_medusa.host.v2 import sampling
+
+    return _replaced(sampling, "get_max_chunk_logits", lambda _: 9)
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[None]:
+    """Draft, walk and what leads to the commit fail where they would wait for a device. The heads take the way that is
+    no CPU's own; calls of the host do as they like."""
+    from vllm_medusa.heads import native
+    from vllm_medusa.host.v2 import model_state, sampling
+
+    runner, mode = engine.runner, NoWaiting()
+
+    def in_mode(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.add(name)
+            with mode:
+                return function(*args, **kwargs)
+
+        return call
+
+    def outside(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode.pause():
+                return function(*args, **kwargs)
+
+        return call
+
+    calls: set[str] = set()
+    heads = runner.drafter.heads
+    ours = [(runner.trees, "lay"), (runner.trees, "put"), (runner.speculator, "propose"), (runner, "rejection_sampler")]
+    ours += [(runner.counts, "count"), (model_state, "_moves")]
+    theirs = [(runner.sampler, "sample")]
+    theirs += [(sampling, "compute_topk_scores"), (sampling, "get_num_sampled_and_rejected")]
+    with ExitStack() as stack:
+        for owner, name in ours:
+            stack.enter_context(_replaced(owner, name, in_mode(name, getattr(owner, name))))
+        for owner, name in theirs:
+            stack.enter_context(_replaced(owner, name, outside(getattr(owner, name))))
+        stack.enter_context(_replaced(heads, "_frozen", None))
+        stack.enter_context(_replaced(native, "best_tokens", lambda *_: None))
+        yield
+    assert calls == {name for _, name in ours}, calls
+
+
+def no_masks(engine: Engine) -> Any:
+    """As if the host's grammar masks covered no draft."""
+    sampler = engine.runner.rejection_sampler
+
+    def call(logits: Any, batch: Any, draft_logits: Any, invalid: Any) -> Any:
+        return sampler(logits, batch, draft_logits, batch.expanded_local_pos > 0)
+
+    return _replaced(engine.runner, "rejection_sampler", call)
+
+
+def padded(engine: Engine) -> Any:
+    """The host fills new requests' drafts up to the full number, as it does for the sake of CUDA graphs."""
+    return _replaced(engine.llm.llm_engine.engine_core.engine_core.scheduler, "dynamic_sd_lookup", None)
+
+
+CHANGES = {"": unchanged} | {
+    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded)
+}
+
+
+def prefix_cache(model: Path, heads: Path, *, change: str = "", **options: Any) -> tuple[list[str], list[int]]:
+    """A second round of requests goes on where the first one's answers end, reading them from the cache.
+
+    Returns:
+        Differences from plain vLLM, and how many tokens each of the second round found in the cache.
+    """
+    first, second = sampling(greedy(2, 40)), sampling([{"temperature": 0, "max_tokens": 8, "logprobs": 2}] * 2)
+    prompts = random_prompts(np.random.default_rng(8), [5, 33])
+    plain = engine(model)
+    told = plain.tokens(prompts, first)
+    longer = [p + t for p, t in zip(prompts, told, strict=True)]
+    rest = answers(plain, longer, second)
+    trees = engine(model, heads, enable_prefix_caching=True, **options)
+    assert trees.llm.reset_prefix_cache()
+    oracle = DeviceOracle(trees, [p + t for p, (t, _) in zip(longer, rest, strict=True)], any_tree, VOCAB)
+    oracle.must_know = not change
+    with CHANGES[change](trees), drafting(oracle):
+        wrong = [] if trees.tokens(prompts, first) == told else ["the first round"]
+        outputs = trees.llm.generate([{"prompt_token_ids": p} for p in longer], second, use_tqdm=False)
+        wrong += differences(rest, [(list(o.outputs[0].token_ids), _logprobs(o.outputs[0])) for o in outputs])
+    return wrong, [output.num_cached_tokens for output in outputs]
+
+
+def _logprobs(completion: Any) -> Any:
+    return [[(token, e.logprob, e.rank) for token, e in place.items()] for place in completion.logprobs]
+
+
+def grammar(
+    model: Path,
+    heads: Path,
+    kinds: list[str | None],
+    *,
+    is_async: bool,
+    shared: dict[str, Any] | None = None,
+    ends_thoughts: float = 0.0,
+    budgets: list[int | None] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Requests with and without a grammar (see `test_grammar.params_for`).
+
+    Args:
+        model, heads: folders.
+        kinds: of grammar.
+        is_async: as of `compare`.
+        shared: options of both engines.
+        ends_thoughts: bias towards the token that ends a thought.
+        budgets: tokens that each request may think.
+        more: parameters of all requests.
+    """
+    from test_grammar import params_for, prompt_ids
+
+    options = {"skip_tokenizer_init": False, **(shared or {})}
+    plain, trees = engine(model, **options), engine(model, heads, is_async=is_async, **options)
+    prompts = prompt_ids(plain, len(kinds))
+    begin, end = plain.llm.get_tokenizer().convert_tokens_to_ids(["<think>", "</think>"])
+    if ends_thoughts:
+        more["logit_bias"] = {end: ends_thoughts}
+    params = [params_for(kind, **{"max_tokens": 24, **more}) for kind in kinds]
+    for request, budget in zip(params, budgets or [], strict=False):
+        request.thinking_token_budget = budget
+    if budgets:
+        prompts = [[*prompt, begin] for prompt in prompts]
+    truth = answers(plain, prompts, params)
+    texts = [p + t for p, (t, _) in zip(prompts, truth, strict=True)]
+    oracle = DeviceOracle(trees, texts, any_tree, len(plain.llm.get_tokenizer()))
+    with drafting(oracle), Steps(trees) as steps:
+        said = answers(trees, prompts, params)
+    thought = [tokens.index(end) if end in tokens else None for tokens, _ in truth]
+    return {"differences": differences(truth, said), "length": steps.length, "thought": thought}
+
+
+def said(model: Path, _: Path, lengths: list[int], params: Params) -> list[list[int]]:
+    """What plain vLLM says to the prompts of `compare`."""
+    return engine(model).tokens(random_prompts(np.random.default_rng(3), lengths), sampling(params))
+
+
+def contract() -> list[str]:
+    """What of the host is missing."""
+    from vllm_medusa.host import compat
+
+    return compat.find_problems(compat.full_contract() + compat.V2_CONTRACT)
+
+
+def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]:
+    """The error of each engine that must not start."""
+    from engines import start
+
+    from vllm_medusa.errors import MedusaError
+
+    messages = []
+    for case in cases:
+        try:
+            start(model, heads, max_model_len=512, block_size=32, **case)
+            messages.append("it starts")
+        except MedusaError as error:
+            messages.append(str(error))
+    return messages
+
+
+__all__ = ["NODES"]

@@ -1,0 +1,79 @@
+"""Which model runner serves, and what each of them refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runner, is_ours, refuse_on_v2
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "chosen"),
+    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1"), (False, False, "V1")],
+)
+def test_the_variable_is_obeyed_else_the_platform(asked: bool | None, on_cpu: bool, chosen: str) -> None:
+    assert choose_runner(asked, on_cpu=on_cpu, has_triton=True) == chosen
+
+
+@pytest.mark.parametrize(("asked", "on_cpu"), [(True, True), (None, False)])
+def test_v2_needs_triton(asked: bool | None, on_cpu: bool) -> None:
+    with pytest.raises(MedusaError, match=r"VLLM_USE_V2_MODEL_RUNNER=.*Triton"):
+        choose_runner(asked, on_cpu=on_cpu, has_triton=False)
+
+
+def config(method: str, *, v2: bool, lacks: tuple[str, ...] = ()) -> Any:
+    """What the worker asks of the host's config."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, model=PROPOSER),
+        use_v2_model_runner=v2,
+        _get_v2_model_runner_unsupported_features=lambda: list(lacks),
+    )
+
+
+def test_the_worker_builds_what_was_checked() -> None:
+    assert check_runner(config(METHODS["V1"], v2=False)) == "V1"
+    assert check_runner(config(METHODS["V2"], v2=True)) == "V2"
+
+
+def test_a_mismatch_names_the_variable_and_the_reason() -> None:
+    """On V1 vLLM would take our method string for its own n-gram drafter."""
+    with pytest.raises(MedusaError, match=r"chose V1 \(its V2 lacks dual batches\).*VLLM_USE_V2_MODEL_RUNNER=1"):
+        check_runner(config(METHODS["V2"], v2=False, lacks=("dual batches",)))
+    with pytest.raises(MedusaError, match=r"chose V2.*VLLM_USE_V2_MODEL_RUNNER=0"):
+        check_runner(config(METHODS["V1"], v2=True))
+
+
+def test_a_users_own_ngram_is_not_ours() -> None:
+    assert not is_ours(SimpleNamespace(method="ngram_gpu", model="ngram_gpu"))
+    assert not is_ours(SimpleNamespace(method="eagle", model=PROPOSER))
+    assert not is_ours(None)
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "named"),
+    [
+        ({"enable_dbo": True}, {}, "enable_dbo=True"),
+        ({"ubatch_size": 2}, {}, "ubatch_size=2"),
+        ({"prefill_context_parallel_size": 2}, {}, "prefill_context_parallel_size=2"),
+        ({"enable_batch_sharded_sampling": True}, {}, "enable_batch_sharded_sampling=True"),
+        ({"watermark_config": {"key": 1}}, {}, "watermark_config="),
+        ({"enable_trace_replay": True}, {}, "enable_trace_replay=True"),
+        ({"enable_prompt_embeds": True}, {}, "enable_prompt_embeds=True"),
+        ({}, {"enable_adaptive_verification": True}, "enable_adaptive_verification=True"),
+        ({}, {"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
+        ({}, {"prompt_lookup": True}, "prompt_lookup=True"),
+    ],
+)
+def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: str) -> None:
+    with pytest.raises(MedusaError, match=f"medusa: {named}"):
+        refuse_on_v2(SimpleNamespace(**args), given)
+
+
+def test_v2_takes_the_usual() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": False})

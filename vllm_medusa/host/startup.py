@@ -1,0 +1,86 @@
+"""What both model runners do before they serve: measure what steps and heads cost, and say in one line what serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_medusa.proposer import MedusaProposer
+
+logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
+STEP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
+HEADS_SIZES = (1, 2, 4, 8, 16, 32)  # requests, at which asking the heads is timed
+
+
+def time_steps(runner: Any, most: int) -> Iterator[tuple[int, float]]:
+    """Seconds of the target's forward pass and unembedding at a few step sizes, `most` tokens at most.
+
+    Attention and bookkeeping are missing from these times, so sizes that were never served look a little too cheap:
+    they are tried once and then known.
+
+    Args:
+        runner: either runner of the host.
+        most: tokens.
+    """
+    for size in [size for size in STEP_SIZES if size <= most]:
+        yield size, min(_time_step(runner, size) for _ in range(4))
+
+
+def time_heads(
+    proposer: MedusaProposer, propose: Callable[[Tensor, Tensor], Any], most: int
+) -> Iterator[tuple[int, float]]:
+    """Seconds of `propose(hidden rows, roots)` for a few numbers of requests; builds what is built on first use."""
+    heads = proposer.heads
+    assert heads is not None, "load_model comes first"
+    weight = heads.unembedding_weight()
+    for size in [size for size in HEADS_SIZES if size <= most]:
+        hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
+        for _ in range(3):
+            began = time.perf_counter()
+            propose(hidden, roots)
+            _wait_for(weight.device)
+            seconds = time.perf_counter() - began
+        yield size, seconds
+
+
+def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: str) -> None:
+    """One line that says what serves.
+
+    Args:
+        proposer: heads and settings.
+        runner, attention, sampler: what runs steps, checks trees and draws tokens.
+    """
+    settings, heads = proposer.settings, proposer.heads
+    logger.info(
+        "Medusa: %s of up to %d nodes%s from %d heads%s (%s); %s, tree attention by %s, %s, %s candidates.",
+        "dynamic trees" if settings.fixed_tree is None else "a fixed tree",
+        settings.num_speculative_tokens,
+        ", fewer under load," if settings.adaptive else "",
+        heads.config.num_heads if heads is not None else 0,
+        " and prompt lookup" if settings.prompt_lookup else "",
+        settings.heads,
+        runner,
+        {"c++": "the C++ kernel"}.get(attention, attention),
+        sampler,
+        settings.draft_sample_method,
+    )
+
+
+@torch.inference_mode()
+def _time_step(runner: Any, tokens: int) -> float:
+    began = time.perf_counter()
+    hidden, _ = runner._dummy_run(tokens)
+    runner.model.compute_logits(hidden[:tokens])
+    _wait_for(runner.device)
+    return time.perf_counter() - began
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,112 @@
+"""Figures of decode steps on Model Runner V2: added up on the device, and copied to the host now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+
+from vllm_medusa.host.guard import AcceptanceGuard
+from vllm_medusa.host.metrics.figures import Counts, batch_label
+from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
+
+LABELS = 32  # powers of two, more than there are requests in a batch
+
+
+class DeviceCounts:
+    """Counts of walks. A token counts as emitted if the walk drew it, even behind a request's end.
+
+    Attributes:
+        totals: what has been copied since the last reset.
+        unsent: what of it the engine core has not been told.
+    """
+
+    def __init__(self, trees: SlotTrees, guard: AcceptanceGuard, top_k: int, device: torch.device) -> None:
+        """Count walks of `trees` whose heads offer `top_k` candidates, and tell `guard` how often one is right."""
+        self._trees, self._guard, self._top_k, self._device = trees, guard, top_k, device
+        sizes = {"emitted": 1, "requests": 1, "nodes": LABELS, "by_depth": trees.num_nodes}
+        sizes |= {"drafted": top_k + 1, "accepted": top_k + 1}
+        self._names = list(sizes)
+        self._ends = np.cumsum(list(sizes.values()))[:-1].tolist()
+        self._sums = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        self._parts = dict(zip(self._names, self._sums.tensor_split(self._ends), strict=True))
+        self._known = Counts()  # of the counts in `_sums`, what the host knows itself
+        self._copied: tuple[npt.NDArray[np.int64], Counts] | None = None
+        self._stream = torch.cuda.Stream(device)
+        self._event = torch.cuda.Event(blocking=True)
+        self.totals, self.unsent = Counts(), Counts()
+
+    def reset(self) -> None:
+        """Begin anew, after what was counted so far has been told."""
+        self._read()
+        self.totals = Counts()
+
+    def count(self, batch: Any, step: StepTrees | None) -> None:
+        """Count one step of the host's `batch`, with or without trees; nothing waits for the device."""
+        decoding = int((~batch.is_prefilling_np).sum())
+        if not decoding:
+            return
+        label, parts = batch_label(decoding), self._parts
+        self._known.add(Counts(steps={label: 1}, request_steps={label: decoding}, emitted_tokens=decoding))
+        if step is None or step.walk is None:
+            return
+        path = step.walk.rows[:, 1:]
+        accepted = path >= 0
+        parts["emitted"] += accepted.sum()
+        parts["requests"] += (step.num_nodes > 0).sum()
+        parts["nodes"][label.bit_length() - 1] += step.num_nodes.sum()
+        parts["by_depth"][: path.shape[1]] += accepted.sum(dim=0)
+        ranks = self._trees.ranks[batch.idx_mapping, : step.width]
+        self._add("drafted", ranks.where(step.parents >= 0, -1))
+        self._add("accepted", ranks.gather(1, (path - 1).clamp(min=0)).where(accepted, -1))
+
+    def fetch(self) -> None:
+        """Begin to copy what was counted since the last time, on a stream of its own; `collect` has it later."""
+        sums, known = self._sums.clone(), self._known
+        self._sums.zero_()
+        self._known = Counts()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copied = async_copy_to_np(sums), known
+            sums.record_stream(self._stream)  # not to be used anew before it is copied
+            self._event.record()
+
+    def collect(self) -> None:
+        """Add up what was fetched, waiting for that copy alone."""
+        if self._copied is None:
+            return
+        self._event.synchronize()
+        (sums, counts), self._copied = self._copied, None
+        read = {name: part.tolist() for name, part in zip(self._names, np.split(sums, self._ends), strict=True)}
+        counts.add(
+            Counts(
+                drafted_nodes={label: read["nodes"][label.bit_length() - 1] for label in counts.steps},
+                emitted_tokens=read["emitted"][0],
+                accepted_by_depth=read["by_depth"],
+                drafted_by_rank=read["drafted"][: self._top_k],
+                accepted_by_rank=read["accepted"][: self._top_k],
+                candidates=self._top_k,
+            )
+        )
+        self._guard.watch(read["requests"][0], read["by_depth"][0])
+        self.totals.add(counts)
+        self.unsent.add(counts)
+
+    def report(self) -> Counts:
+        """Everything since the last reset; this waits for the device."""
+        self._read()
+        return self.totals
+
+    def _read(self) -> None:
+        self.collect()
+        self.fetch()
+        self.collect()
+
+    def _add(self, name: str, ranks: Tensor) -> None:
+        """Count ranks; those below 0 in a place that nobody reads."""
+        places = ranks.where(ranks >= 0, self._top_k).flatten()
+        self._parts[name].scatter_add_(0, places, torch.ones_like(places))

@@ -1,0 +1,121 @@
+"""Drafted trees of Model Runner V2, on the device: by request slot while they wait, by batch row in their step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.tree.tensors import TensorTrees, climb
+from vllm_medusa.tree.topology import num_words
+from vllm_medusa.tree.walk import Walk
+
+
+@dataclass
+class StepTrees:
+    """R requests of one step, up to n nodes each.
+
+    A request whose rows begin inside its prompt has drafts that fill a place and stand for nothing: no nodes. A tree
+    that the scheduler cut is a prefix of what was drafted.
+
+    Attributes:
+        batch: the host's batch that this is about.
+        parents: int64 [R, n], row of each node's parent; -1 where there is no node.
+        num_nodes: int64 [R].
+        first_token: int64 [R], index of each root among the step's tokens.
+        first_logit: int64 [R], index of each root among the rows of logits.
+        context: int64 [R], tokens in the cache before the root.
+        depths: int64 [R, n + 1], ancestors: int64 [R, n + 1, W], of each row.
+        walk: its outcome, once walked.
+    """
+
+    batch: Any
+    parents: Tensor
+    num_nodes: Tensor
+    first_token: Tensor
+    first_logit: Tensor
+    context: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    walk: Walk | None = None
+
+    @property
+    def width(self) -> int:
+        """The most nodes of any request (n)."""
+        return self.parents.shape[1]
+
+    def rows_of(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Spread values by row of logits [L] over [R, n + 1]; `fill` where a request has no such row."""
+        index = self.first_logit[:, None] + torch.arange(self.width + 1, device=values.device)
+        rows = values[index.clamp(max=len(values) - 1)]
+        return rows.where(torch.arange(self.width + 1, device=values.device) <= self.num_nodes[:, None], fill)
+
+
+class SlotTrees:
+    """One tree per request slot, at fixed addresses; nothing here waits for the device.
+
+    Attributes:
+        step: the trees of the step that runs now; None if it checks none.
+        max_depth: no node is deeper; set once the heads are known.
+    """
+
+    def __init__(self, req_states: Any, num_nodes: int, device: torch.device) -> None:
+        """Room for the slots of the host's `req_states`, N = `num_nodes` nodes each: no nodes so far."""
+        slots = req_states.max_num_reqs
+        self._req_states = req_states
+        self.num_nodes = num_nodes
+        self.max_depth = num_nodes
+        self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int64, device=device)
+        self.ranks = torch.full_like(self.parents, -1)
+        self.depths = torch.zeros(slots, num_nodes + 1, dtype=torch.int64, device=device)
+        self.ancestors = torch.zeros(slots, num_nodes + 1, num_words(num_nodes), dtype=torch.int64, device=device)
+        self.step: StepTrees | None = None
+
+    def put(self, slots: Tensor, trees: TensorTrees) -> None:
+        """Remember the trees that were drafted for `slots` (int64 [R])."""
+        depths, ancestors = climb(trees.parents, self.max_depth)
+        self.parents[slots] = trees.parents
+        self.ranks[slots] = trees.ranks
+        self.depths[slots] = depths
+        self.ancestors[slots] = ancestors
+
+    def clear(self, slot: int) -> None:
+        """A slot has a new request: what was drafted for the one before is none of its nodes."""
+        self.parents[slot].fill_(-1)
+        self.ranks[slot].fill_(-1)
+        self.depths[slot].zero_()
+        self.ancestors[slot].zero_()
+
+    def lay(self, batch: Any) -> None:
+        """Lay the scheduled trees over the host's batch, and give nodes their depth as position.
+
+        The positions of `batch` are written in place, after the host has computed slots from them.
+        """
+        self.step = None
+        if batch.num_draft_tokens == 0:
+            return
+        slots, count = batch.idx_mapping, batch.num_reqs
+        bounds = batch.cu_num_logits.to(torch.int64)
+        rows = bounds[1:] - bounds[:-1]
+        context = batch.seq_lens[:count].to(torch.int64) - rows
+        known = self._req_states.prefill_len.gpu[slots].to(torch.int64)
+        num_nodes = (rows - 1).where(context >= known, 0)
+        width = int(batch.num_draft_tokens_per_req.max())
+        is_node = torch.arange(width, device=slots.device) < num_nodes[:, None]
+        parents = self.parents[slots, :width].where(is_node, -1)
+        self.step = StepTrees(
+            batch=batch,
+            parents=parents,
+            num_nodes=num_nodes,
+            first_token=batch.query_start_loc[1 : count + 1].to(torch.int64) - rows,
+            first_logit=bounds[:-1],
+            context=context,
+            depths=self.depths[slots, : width + 1],
+            ancestors=self.ancestors[slots, : width + 1],
+        )
+        places, of_row, local = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+        root = batch.positions[places] - local
+        has_tree = root >= self._req_states.prefill_len.gpu[of_row]
+        batch.positions[places] = root + self.depths[of_row, local].where(has_tree, local)

@@ -1,0 +1,66 @@
+"""How many nodes each request drafts, where the host decides that by the number of requests alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.cost import StepCost
+
+Ranges = list[tuple[int, int, int]]  # first and last number of requests, nodes for each of them
+
+
+def width_grid(num_nodes: int) -> list[int]:
+    """The numbers of nodes to choose from: few, since a device captures the steps of each of them once.
+
+    >>> width_grid(63), width_grid(2)
+    ([0, 15, 31, 63], [0, 1, 2])
+    """
+    return sorted({0, num_nodes // 4, num_nodes // 2, num_nodes})
+
+
+def first_ranges(num_nodes: int) -> Ranges:
+    """A guess, for the steps before anything is measured: about as many tokens in a step up to 32 requests, then none.
+
+    >>> first_ranges(63)
+    [(1, 8, 63), (9, 16, 31), (17, 32, 15), (33, 64, 0)]
+    """
+    widths = sorted(width_grid(num_nodes), reverse=True)
+    return [(1 if not i else (8 << (i - 1)) + 1, 8 << i, width) for i, width in enumerate(widths)]
+
+
+def best_widths(
+    cost: StepCost, heads_cost: StepCost, reach: Sequence[float], grid: Sequence[int], most: int
+) -> list[int]:
+    """The number of nodes with the best expected rate, for every number of requests.
+
+    n nodes for each of b requests are expected to bring b (1 + the sum of their probabilities) tokens, in the time of
+    a step of b (1 + n) tokens and, for n > 0, of asking the heads.
+
+    Args:
+        cost: seconds of a step by its tokens, without the heads.
+        heads_cost: seconds of asking the heads, by requests.
+        reach: probability of each node of the best tree, likeliest first.
+        grid: numbers of nodes to choose from.
+        most: B, most requests.
+
+    Returns:
+        B + 1 widths, by requests; the first stands for no request.
+
+    A step of up to 8 tokens takes one second, then they get dear:
+
+    >>> cost, heads = StepCost.from_points([(1, 1.0), (8, 1.0), (16, 4.0)]), StepCost.from_points([(1, 0.1), (8, 0.1)])
+    >>> best_widths(cost, heads, [0.8, 0.5, 0.3], [0, 1, 3], most=8)
+    [3, 3, 3, 1, 1, 0, 0, 0, 0]
+    """
+    gains = 1.0 + np.concatenate(([0.0], np.cumsum(np.asarray(reach, dtype=np.float64))))
+    requests = np.arange(1, most + 1)
+    asking = heads_cost.seconds(requests)
+    rates: list[npt.NDArray[np.float64]] = []
+    for width in grid:
+        seconds = cost.seconds(requests * (1 + width)) + (asking if width else 0.0)
+        rates.append(requests * gains[min(width, len(reach))] / seconds)
+    best = [grid[place] for place in np.stack(rates).argmax(axis=0)]  # of equals the fewest
+    return [best[0], *best]
