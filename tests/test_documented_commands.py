@@ -63,7 +63,9 @@ RUN_ELSEWHERE = {
 }
 # What is run here, in a folder where these names mean something.
 PLACE = {"HEADS": "heads", "heads": "heads"}
-RUN_HERE = r"vllm-medusa inspect\b.*|python examples/one_step\.py|\.venv/bin/pre-commit install"
+RUN_HERE = (
+    r"vllm-medusa inspect\b.*|python (examples/one_step|benchmarks/predict_gpu)\.py|\.venv/bin/pre-commit install"
+)
 
 
 def named(command: str) -> list[str]:
