@@ -1,15 +1,18 @@
 """Predicted speed of Llama-3-8B on GPUs, from counted bytes and operations: the tables of docs/gpu.md.
 
-    python benchmarks/predict_gpu.py
+    python benchmarks/predict_gpu.py [--write]
 
 How they are computed: gpu_step.py, beside this file.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gpu_step import (
     A100_40GB,
@@ -29,6 +32,7 @@ from vllm_medusa.defaults import bundled_heads
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import Tree
 
+PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 BATCHES, FEW = (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 32, 128)
 CONTEXT, LONG_CONTEXT = 1024, 8192
 MEMORY_SHARE = 0.9  # of the GPU's memory, vLLM's default
@@ -112,9 +116,20 @@ def speed_tables() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print every table."""
+    """Print every table, or put each in place of the one with its header in docs/gpu.md."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help="into docs/gpu.md")
+    write = parser.parse_args().write
+    text = PAGE.read_text(encoding="utf-8")
     for shown in (*accuracy_tables(), *time_tables(), *speed_tables()):
-        print(f"{shown}\n")
+        if write:
+            header = re.escape(shown.partition("\n")[0])
+            text, found = re.subn(rf"^{header}(\n\|.*)*", lambda _, new=shown: new, text, flags=re.MULTILINE)
+            assert found == 1, header
+        else:
+            print(f"{shown}\n")
+    if write:
+        PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
