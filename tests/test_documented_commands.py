@@ -36,6 +36,10 @@ RUN_ELSEWHERE = {
         "packaging/test_makefile.py::test_demo_passes_the_json_file_on",
     ],
     r"make (test|check|test-fast|coverage)": ["packaging/test_makefile.py::test_ci_runs_check_and_test"],
+    r"make gpu-check( ARGS=--interpret)?": [
+        "attention/test_gpu_check.py::test_without_a_gpu_it_says_so",
+        "attention/test_gpu_check.py::test_small_cases_in_the_interpreter",
+    ],
     r"make test-long": ["host/test_request_shapes.py::test_every_shape_is_answered_as_in_plain_decoding"],
     r"make venv( VENV=\S+)?": ["packaging/test_makefile.py::test_no_python_is_one_readable_error"],
     r"vllm serve MODEL --speculative-config '\{.*\}'": ["examples/test_serve.py::test_chat"],
