@@ -10,7 +10,7 @@ NATIVE_HEADS ?=
 comma := ,
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help venv demo test test-fast test-long check coverage heads bench clean
+.PHONY: help venv demo test test-fast test-long check coverage heads bench gpu-check clean
 
 help:
 	@echo "make demo        plain vLLM against Medusa trees on SmolLM2 (JSON=out.json writes the figures)"
@@ -21,6 +21,7 @@ help:
 	@echo "make check       ruff, mypy, import boundaries"
 	@echo "make coverage    lines and branches of the core that test-fast runs; fails under 95 %"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA) (NATIVE_HEADS=DIR adds native-chain)"
+	@echo "make gpu-check   on a machine with a GPU, torch and triton, nothing installed: are our kernels right, how fast (JSON)"
 	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA) (about two hours on two cores)"
 	@echo "make clean       remove caches and build output, keep $(VENV)"
 
@@ -94,6 +95,10 @@ bench: $(STAMP)
 	  --methods none,medusa,medusa-static,medusa-chain,$(if $(NATIVE_HEADS),native-chain$(comma))ngram \
 	  --batch-sizes 1,2,4,8,16,32 $(if $(NATIVE_HEADS),--native-heads '$(NATIVE_HEADS)') --show-cost \
 	  --json out/bench.json --plot out/bench.png $(ARGS)
+
+# Needs no .venv and no network: the machine's own Python, with torch and triton.
+gpu-check:
+	@$(or $(PYTHON),python3) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -18,6 +18,10 @@ from gpu_step import (
     A100_40GB,
     BASE,
     GPUS,
+    HEAD_SIZE,
+    HEADS,
+    ITEM,
+    KV_HEADS,
     NUM_HEADS,
     Gpu,
     accuracies,
@@ -99,6 +103,16 @@ def time_tables() -> Iterator[str]:
     yield table(["plain vLLM, measured by", "GPU", "requests", "published ms", "predicted ms"], rows)
 
 
+def attention_table() -> str:
+    """How much of a GPU's bandwidth tree attention can reach before its arithmetic is the limit."""
+    rows = []
+    for count in (1, 8, 16, 32, 64):
+        work = 4 * count * HEADS * HEAD_SIZE / (2 * KV_HEADS * HEAD_SIZE * ITEM)
+        shares = (min(1.0, BASE.peak_share * gpu.peak / gpu.bandwidth / work) for gpu in GPUS)
+        rows.append([str(count), f"{work:.0f}", *(f"{share:.2f}" for share in shares)])
+    return table(["rows of a request", "operations per byte of keys and values", *(gpu.name for gpu in GPUS)], rows)
+
+
 def speed_tables() -> Iterator[str]:
     """One for each GPU, one of longer texts, one of other assumptions."""
     for gpu in GPUS:
@@ -121,7 +135,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/gpu.md")
     write = parser.parse_args().write
     text = PAGE.read_text(encoding="utf-8")
-    for shown in (*accuracy_tables(), *time_tables(), *speed_tables()):
+    for shown in (*accuracy_tables(), *time_tables(), attention_table(), *speed_tables()):
         if write:
             header = re.escape(shown.partition("\n")[0])
             text, found = re.subn(rf"^{header}(\n\|.*)*", lambda _, new=shown: new, text, flags=re.MULTILINE)

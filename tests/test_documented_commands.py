@@ -36,6 +36,10 @@ RUN_ELSEWHERE = {
         "packaging/test_makefile.py::test_demo_passes_the_json_file_on",
     ],
     r"make (test|check|test-fast|coverage)": ["packaging/test_makefile.py::test_ci_runs_check_and_test"],
+    r"make gpu-check( ARGS=--interpret)?": [
+        "attention/test_gpu_check.py::test_without_a_gpu_it_says_so",
+        "attention/test_gpu_check.py::test_small_cases_in_the_interpreter",
+    ],
     r"make test-long": ["host/test_request_shapes.py::test_every_shape_is_answered_as_in_plain_decoding"],
     r"make venv( VENV=\S+)?": ["packaging/test_makefile.py::test_no_python_is_one_readable_error"],
     r"vllm serve MODEL --speculative-config '\{.*\}'": ["examples/test_serve.py::test_chat"],
@@ -52,6 +56,7 @@ RUN_ELSEWHERE = {
     ],
     r"vllm-medusa calibrate .*": ["training/test_calibrate_command.py::test_calibrate_from_the_command_line"],
     r"vllm-medusa doctor": ["test_doctor.py::test_the_self_check_serves", "test_doctor.py::test_the_whole_command"],
+    r"vllm-medusa doctor --host-source DIR": ["host/test_source.py::test_doctor_reads_a_source"],
     r"vllm-medusa convert .* --to vllm --model MODEL": ["heads/test_conversion.py::test_ours_to_vllm_and_back"],
     r"python examples/offline_batch\.py( .*)?": ["examples/test_offline_batch.py::test_offline_batch"],
     r"python examples/train_heads\.py( .*)?": ["examples/test_train_heads.py::test_heads_for_a_model_of_ones_own"],

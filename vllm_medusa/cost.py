@@ -97,7 +97,7 @@ class StepCost:
         return cell.count if cell is not None else 0
 
     def seconds(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the last slope goes on."""
+        """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the mean slope goes on."""
         if self._curve is None:
             self._curve = self._draw()
         curve, slope = self._curve

@@ -24,7 +24,18 @@ def make(folder: Path, *arguments: str, path: str | None = None) -> "subprocess.
 
 def test_help_names_the_targets(checkout: Path) -> None:
     shown = make(checkout, "help").stdout
-    for target in ("demo", "test", "test-fast", "test-long", "check", "coverage", "heads", "bench", "clean"):
+    for target in (
+        "demo",
+        "test",
+        "test-fast",
+        "test-long",
+        "check",
+        "coverage",
+        "heads",
+        "bench",
+        "gpu-check",
+        "clean",
+    ):
         assert f"make {target} " in shown
 
 
@@ -75,6 +86,11 @@ def test_heads_are_made_by_one_command_that_says_how_long_it_takes(checkout: Pat
 def test_coverage_is_that_of_the_fast_tests(checkout: Path) -> None:
     shown = make(checkout, "-n", "coverage", "ARGS=-x").stdout
     assert "not slow and not server and not gpu" in shown and "--cov" in shown and "-x" in shown
+
+
+def test_the_gpu_check_needs_nothing_installed(checkout: Path) -> None:
+    shown = make(checkout, "-n", "gpu-check", "PYTHON=python9", "ARGS=--interpret").stdout
+    assert shown.split() == ["python9", "benchmarks/gpu_check.py", "--interpret"]
 
 
 def test_ci_runs_check_and_test(repository: Path) -> None:

@@ -1,5 +1,6 @@
 """The `doctor` command: whether this installation can serve."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,10 @@ def doctor(
         bool, typer.Option("--self-check/--no-self-check", help="Serve a tiny model, plain and with trees.")
     ] = True,
     seconds: Annotated[float, typer.Option(min=1.0, help="When to give the self-check up.")] = 120.0,
+    host_source: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Only read an unpacked vLLM: has it what we rely on? Nothing of it runs."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Check this installation: vLLM, plugin, kernel, machine, heads, and that trees say what plain vLLM says.
@@ -26,6 +31,6 @@ def doctor(
     from vllm_medusa.doctor.report import Questions, run_checks
 
     with readable_errors():
-        fine = run_checks(Console(), Questions(model, heads, self_check, seconds), json_file)
+        fine = run_checks(Console(), Questions(model, heads, self_check, seconds, host_source), json_file)
     if not fine:
         raise typer.Exit(1)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from vllm_medusa.doctor import installation, machine
 from vllm_medusa.doctor.finding import Finding
+from vllm_medusa.doctor.host_source import check_source
 from vllm_medusa.doctor.pair import check_pair
 from vllm_medusa.doctor.self_check import SUBJECT, run_self_check
 from vllm_medusa.errors import MedusaError
@@ -47,19 +48,21 @@ class Questions:
         model, heads: a pair of the user's; None: the defaults.
         self_check: whether to serve a tiny model.
         seconds: after which that is given up.
+        host_source: a folder with an unpacked vLLM: only that is looked at.
     """
 
     model: str | None = None
     heads: str | None = None
     self_check: bool = True
     seconds: float = 120.0
+    host_source: Path | None = None
 
 
 def run_checks(console: Console, questions: Questions, json_file: Path | None = None) -> bool:
     """Print every finding as it comes; True if none is bad. With `json_file` all are written there too.
 
     Raises:
-        MedusaError: a `json_file` that cannot be written.
+        MedusaError: a `json_file` that cannot be written, a `host_source` without a vLLM.
     """
     # Before vLLM is imported: what it and we log about the same things are not findings.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -77,11 +80,15 @@ def run_checks(console: Console, questions: Questions, json_file: Path | None = 
         except OSError as error:
             raise MedusaError.of("json", str(json_file), f"cannot be written ({error.strerror})") from None
     console.print()
-    console.print(_summary(bad, notes), soft_wrap=True)
+    where = "here" if questions.host_source is None else "on this vLLM, as far as its source tells"
+    console.print(_summary(bad, notes, where), soft_wrap=True)
     return bad == 0
 
 
 def _findings(console: Console, questions: Questions) -> Iterator[Finding]:
+    if questions.host_source is not None:
+        yield from check_source(questions.host_source)
+        return
     fit = True
     for check in CHECKS:
         subject = check.__name__.removeprefix("check_").replace("_", " ")
@@ -129,8 +136,10 @@ def _show(console: Console, finding: Finding) -> None:
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _summary(bad: int, notes: int) -> Text:
+def _summary(bad: int, notes: int, where: str) -> Text:
     noted = f"; {notes} {'note' if notes == 1 else 'notes'} to read" if notes else ""
     if bad:
-        return Text(f"Medusa cannot serve here: {bad} {'fault' if bad == 1 else 'faults'} to mend{noted}.", "bold red")
-    return Text(f"Medusa can serve here{noted}.", "bold green")
+        return Text(
+            f"Medusa cannot serve {where}: {bad} {'fault' if bad == 1 else 'faults'} to mend{noted}.", "bold red"
+        )
+    return Text(f"Medusa can serve {where}{noted}.", "bold green")
