@@ -44,6 +44,8 @@ def test_greedy(ask: Ask, is_async: bool) -> None:
     run = ask("compare", LENGTHS, greedy(), is_async=is_async)
     assert run["differences"] == []
     assert run["length"] > 1.7 and run["checked"] > 20 and run["below_root"] > 10
+    by_luck, planted, *_ = run["report"]["accepted_by_rank"]
+    assert planted > 10 * by_luck
 
 
 def test_a_fixed_tree(ask: Ask) -> None:
