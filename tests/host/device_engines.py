@@ -32,7 +32,7 @@ def engine(model: Path, heads: Path | None = None, *, is_async: bool = False, **
 
 
 class DeviceOracle:
-    """Drafts that hold the true continuation of each request, hidden on a path of its tree.
+    """Drafts that hold the true continuation of each request, hidden on a path of its tree; such nodes have rank 1.
 
     Attributes:
         drafted, checked: trees; hidden rows looked at; roots: those of them that were a tree's root.
@@ -55,7 +55,7 @@ class DeviceOracle:
         said = runner.model.compute_logits(hidden).argmax(dim=-1)
         walk = runner.trees.step.walk if runner.trees.step is not None else None
         shape = (len(slots), runner.trees.num_nodes)
-        tokens, parents = np.zeros(shape, dtype=np.int64), np.full(shape, -1)
+        tokens, parents, ranks = np.zeros(shape, dtype=np.int64), np.full(shape, -1), np.zeros(shape, dtype=np.int64)
         for row, slot in enumerate(slots.tolist()):
             known = states.all_token_ids.gpu[slot, : int(states.total_len.gpu[slot])].tolist()
             if int(states.num_computed_tokens.gpu[slot]) + 1 != len(known):
@@ -72,11 +72,11 @@ class DeviceOracle:
             if n and text is not None and self.rng.random() >= self.misses:
                 path = tree.path(int(self.rng.integers(1, tree.num_rows)))
                 for node, token in zip(path, text[len(known) :], strict=False):
-                    drafted[node - 1] = token
+                    drafted[node - 1], ranks[row, node - 1] = token, 1
             tokens[row, :n], parents[row, :n] = drafted, tree.parents
             self.drafted += 1
         tokens, parents = torch.from_numpy(tokens), torch.from_numpy(parents)
-        return TensorTrees(tokens, parents, torch.where(parents < 0, -1, 0))
+        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(parents >= 0, -1))
 
     greedy = False  # hidden rows are checked
     must_know = True

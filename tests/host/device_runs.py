@@ -170,10 +170,10 @@ def no_history(engine: Engine) -> Any:
 
 
 def small_parts(engine: Engine) -> Any:
-    """As if nine rows of logits were a gigabyte."""
+    """As if two rows of logits were a gigabyte."""
     from vllm_medusa.host.v2 import sampling
 
-    return _replaced(sampling, "get_max_chunk_logits", lambda _: 9)
+    return _replaced(sampling, "get_max_chunk_logits", lambda _: 2)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -104,14 +102,11 @@ def test_useless_heads_are_hardly_asked(tiny, tiny_medusa, monkeypatch):
     assert 5 <= len(asked) < 40
 
 
-def test_what_is_learnt_is_told_in_one_line(tiny_medusa, caplog, monkeypatch):
-    from vllm_medusa.host.v1 import runner as module
+def test_what_is_learnt_is_told_in_one_line(tiny_medusa):
+    from vllm_medusa.host.statistics import in_one_line
 
-    monkeypatch.setattr(module, "logger", logging.getLogger("test-report"))
     served(tiny_medusa, repetitive(np.random.default_rng(5), 2), greedy(12))
     report = tiny_medusa.runner.medusa_report()
     assert {"cost", "heads_cost", "trust", "lookup_odds"} <= report.keys()
-    with caplog.at_level(logging.INFO, logger="test-report"):
-        tiny_medusa.runner.log_report(report)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "test-report"]
+    line = in_one_line(report)
     assert "tokens a step" in line and "\n" not in line and "{1: " in line
