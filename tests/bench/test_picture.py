@@ -11,11 +11,11 @@ from vllm_medusa.errors import MedusaError
 pytest.importorskip("matplotlib")
 
 
-def results(datasets: tuple[str, ...] = ("mt_bench", "gsm8k")) -> Results:
+def results(datasets: tuple[str, ...] = ("mt_bench", "gsm8k"), batches: tuple[int, ...] = (1, 4, 16)) -> Results:
     """Two methods that draft more at small batches, two rounds."""
     found = Results({})
     for dataset in datasets:
-        for batch in (1, 4, 16):
+        for batch in batches:
             for number in range(2):
                 for method, nodes, accepted in (("none", 0.0, 1.0), ("medusa", 8 / batch, 2.0), ("ngram", 2.0, 1.2)):
                     tokens = round(100 * batch * accepted)
@@ -40,6 +40,12 @@ def test_plain_vllm_alone(tmp_path: Path) -> None:
     alone = results()
     alone.runs = alone.select("none")
     plot(alone, tmp_path / "out.png")
+
+
+def test_the_order_of_the_runs_does_not_show(tmp_path: Path) -> None:
+    plot(results(), tmp_path / "rising.png")
+    plot(results(batches=(16, 1, 4)), tmp_path / "mixed.png")
+    assert (tmp_path / "rising.png").read_bytes() == (tmp_path / "mixed.png").read_bytes()
 
 
 def test_lengths_are_per_request_and_step() -> None:

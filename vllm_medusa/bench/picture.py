@@ -56,7 +56,7 @@ def plot(results: Results, path: Path) -> None:
 def _draw_speed(axis: Any, ratios: Sequence[Ratio], methods: Sequence[str]) -> None:
     axis.axhline(1.0, color="black", linewidth=0.8)
     for method in methods:
-        line = [ratio for ratio in ratios if ratio.method == method]
+        line = sorted((ratio for ratio in ratios if ratio.method == method), key=lambda ratio: ratio.batch_size)
         medians = [ratio.median for ratio in line]
         spread = [[ratio.median - ratio.min for ratio in line], [ratio.max - ratio.median for ratio in line]]
         sizes = [ratio.batch_size for ratio in line]
@@ -86,7 +86,7 @@ def _lengths(results: Results, method: str, dataset: str) -> list[tuple[float, f
     """(nodes drafted per request and step, mean accepted length), one for each batch size."""
     runs = results.select(method, dataset)
     points = []
-    for batch_size in dict.fromkeys(run.batch_size for run in runs):
+    for batch_size in sorted({run.batch_size for run in runs}):
         here = [run for run in runs if run.batch_size == batch_size]
         nodes = statistics.median(run.drafted_nodes_per_request for run in here)
         points.append((nodes, statistics.median(run.mean_accepted_length for run in here)))
