@@ -56,7 +56,7 @@ RUN_ELSEWHERE = {
     ],
     r"vllm-medusa calibrate .*": ["training/test_calibrate_command.py::test_calibrate_from_the_command_line"],
     r"vllm-medusa doctor": ["test_doctor.py::test_the_self_check_serves", "test_doctor.py::test_the_whole_command"],
-    r"vllm-medusa doctor --host-source DIR": ["host/test_source.py::test_doctor_reads_a_source"],
+    r"vllm-medusa doctor --host-source DIR": ["host/test_host_source.py::test_doctor_reads_a_source"],
     r"vllm-medusa convert .* --to vllm --model MODEL": ["heads/test_conversion.py::test_ours_to_vllm_and_back"],
     r"python examples/offline_batch\.py( .*)?": ["examples/test_offline_batch.py::test_offline_batch"],
     r"python examples/train_heads\.py( .*)?": ["examples/test_train_heads.py::test_heads_for_a_model_of_ones_own"],

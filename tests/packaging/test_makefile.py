@@ -89,7 +89,7 @@ def test_coverage_is_that_of_the_fast_tests(checkout: Path) -> None:
 
 
 def test_the_gpu_check_needs_nothing_installed(checkout: Path) -> None:
-    shown = make(checkout, "-n", "gpu-check", "PYTHON=python9", "ARGS=--interpret").stdout
+    shown = make(checkout, "-n", "--no-print-directory", "gpu-check", "PYTHON=python9", "ARGS=--interpret").stdout
     assert shown.split() == ["python9", "benchmarks/gpu_check.py", "--interpret"]
 
 
