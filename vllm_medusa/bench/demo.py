@@ -16,7 +16,10 @@ from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.report import table
 from vllm_medusa.bench.results import Results, mean
 from vllm_medusa.bench.run import Settings, run_bench
-from vllm_medusa.tree.drawing import QUOTED
+from vllm_medusa.tree.drawing import QUOTED, draw
+from vllm_medusa.tree.topology import Tree
+
+LABEL = 24  # columns that a token and its probability take in a drawn tree, or less
 
 
 def demo_datasets() -> list[Dataset]:
@@ -31,15 +34,17 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     """Measure, print the table, one step's tree and the summary; returns the results for the JSON."""
     drawings: list[Any] = []
 
-    def draw(engines: dict[str, EngineProcess], results: Results) -> None:
-        example = best_example(results.examples)
+    def draw_last(engines: dict[str, EngineProcess], results: Results) -> None:
+        example = best_example(results.examples, console.width)
         if example is not None:
             quoted = f" {QUOTED}: only the text before expected it." if quoted_rows(example) else ""
             told = "One step of the last answer: every branch was checked in the same forward pass."
             drawings.append(Group(told + quoted, draw_step(example, engines["medusa"])))
 
     with BenchProgress(console) as progress:
-        results = run_bench(choose_peers(["medusa"]), demo_datasets(), settings, progress, verbose=verbose, then=draw)
+        results = run_bench(
+            choose_peers(["medusa"]), demo_datasets(), settings, progress, verbose=verbose, then=draw_last
+        )
     console.print(table(results))
     for drawing in drawings:
         console.print()
@@ -51,21 +56,21 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     return results
 
 
-def best_example(examples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The step worth showing: with branches, one that accepted most, the latest of equals; None if none has drafts."""
+def best_example(examples: Sequence[dict[str, Any]], width: int) -> dict[str, Any] | None:
+    """The step worth showing: with branches and within `width` columns, if any is; of these one that accepted most,
+    the latest of equals; None if none has drafts."""
     drafted = [example for example in examples if example["tokens"]]
 
-    def worth(example: dict[str, Any]) -> tuple[bool, int]:
-        return len(set(example["parents"])) < len(example["parents"]), len(example["accepted_rows"])
+    def worth(example: dict[str, Any]) -> tuple[bool, bool, int]:
+        has_branches = len(set(example["parents"])) < len(example["parents"])
+        columns = 4 * Tree(tuple(example["parents"]), tuple(example["ranks"])).max_depth + LABEL
+        return has_branches, columns <= width, len(example["accepted_rows"])
 
     return max(reversed(drafted), key=worth, default=None)
 
 
 def draw_step(example: dict[str, Any], engine: EngineProcess) -> Any:
     """One recorded step as a rich tree with the accepted path marked."""
-    from vllm_medusa.tree.drawing import draw
-    from vllm_medusa.tree.topology import Tree
-
     tree = Tree(tuple(example["parents"]), tuple(example["ranks"]))
     root = example.get("root")
     labels = [*(["root"] if root is None else engine.decode([root])), *engine.decode(example["tokens"])]
