@@ -17,6 +17,17 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Our commands quiet vLLM for their process; called inside a test they would quiet the servers of later tests."""
+    before = os.environ.get("VLLM_LOGGING_LEVEL")
+    yield
+    if before is None:
+        os.environ.pop("VLLM_LOGGING_LEVEL", None)
+    else:
+        os.environ["VLLM_LOGGING_LEVEL"] = before
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout's root folder."""
