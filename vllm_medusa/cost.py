@@ -69,11 +69,10 @@ class StepCost:
         """Learn from one decode step of `tokens` tokens (prefill steps are not for this)."""
         if self.known:
             # The first step of a size also builds what the host keeps for it: bounded as any stall is.
-            surprise = min(seconds / float(self.seconds(tokens)), STALL)
-            seconds = surprise * float(self.seconds(tokens)) / self.pace
-            self.pace *= surprise**PACE_RATE
-            seconds /= surprise**PACE_RATE
-        self._learn(tokens, seconds)
+            expected = float(self.seconds(tokens))
+            seconds = min(seconds, STALL * expected)
+            self.pace *= (seconds / expected) ** PACE_RATE
+        self._learn(tokens, seconds / self.pace)
 
     def _learn(self, tokens: int, seconds: float) -> None:
         size = grid_size(tokens)
@@ -107,11 +106,15 @@ class StepCost:
             found = found + slope * np.maximum(tokens - LARGEST, 0)
         return np.asarray(self.pace * found)
 
+    def by_size(self) -> dict[int, float]:
+        """Seconds at the present pace, to the microsecond, of each step size seen."""
+        return {size: round(cell.seconds * self.pace, 6) for size, cell in sorted(self.cells.items())}
+
     def table(self) -> list[dict[str, float]]:
         """One row per step size seen: tokens, milliseconds at the present pace, steps."""
         return [
-            {"tokens": size, "milliseconds": round(cell.seconds * self.pace * 1e3, 3), "steps": cell.count}
-            for size, cell in sorted(self.cells.items())
+            {"tokens": size, "milliseconds": round(seconds * 1e3, 3), "steps": self.cells[size].count}
+            for size, seconds in self.by_size().items()
         ]
 
     def _draw(self) -> tuple[npt.NDArray[np.float64], float]:

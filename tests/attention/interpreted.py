@@ -39,6 +39,16 @@ def load_interpreted(*names: str, spoilt: Path | None = None) -> ModuleType:
         return loaded
 
 
+def spoil(name: str, right: str, wrong: str, folder: Path, *, everywhere: bool = False) -> Path:
+    """A copy in `folder` of attention/`name`.py with a planted fault: `wrong` in the one place that says `right`, or in
+    all of them."""
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert source.count(right) == 1 or (everywhere and right in source)
+    spoilt = folder / "spoilt.py"
+    spoilt.write_text(source.replace(right, wrong), encoding="utf-8")
+    return spoilt
+
+
 # Logical [blocks, Hkv, block, 2 D] of a physical cache: heads before tokens, tokens before heads, one of two layers.
 ORDERS = ("heads first", "tokens first", "layers in a block")
 

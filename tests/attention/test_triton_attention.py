@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from interpreted import FOLDER, ORDERS, load_interpreted, paged_store
+from interpreted import ORDERS, load_interpreted, paged_store, spoil
 from steps import Step, random_tree
 from torch import Tensor
 
@@ -267,11 +267,7 @@ def test_without_a_fault_everything_is_right(gpu: ModuleType) -> None:
 
 @pytest.mark.parametrize("fault", [*FAULTS, *FLOAT8_FAULTS])
 def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
-    right, wrong = {**FAULTS, **FLOAT8_FAULTS}[fault]
-    source = (FOLDER / "triton_kernels.py").read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    spoilt = tmp_path / "spoilt.py"
-    spoilt.write_text(source.replace(right, wrong), encoding="utf-8")
+    spoilt = spoil("triton_kernels", *{**FAULTS, **FLOAT8_FAULTS}[fault], tmp_path)
     gpu = load_interpreted("triton_kernels", "triton", spoilt=spoilt)
     with pytest.raises(AssertionError):
         if fault in FAULTS:

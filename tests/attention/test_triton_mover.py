@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from interpreted import FOLDER, load_interpreted
+from interpreted import load_interpreted, spoil
 from torch import Tensor
 
 LAYERS, HEADS, CONTENT = 3, 5, 24  # neither heads nor content fill their tiles
@@ -106,10 +106,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
-    right, wrong = FAULTS[fault]
-    source = (FOLDER / "triton_mover.py").read_text(encoding="utf-8")
-    assert right in source
-    spoilt = tmp_path / "spoilt.py"
-    spoilt.write_text(source.replace(right, wrong), encoding="utf-8")
+    spoilt = spoil("triton_mover", *FAULTS[fault], tmp_path, everywhere=True)
     with pytest.raises(AssertionError):
         check(load_interpreted("triton_mover", spoilt=spoilt), 16, 11, torch.bfloat16, "heads first")

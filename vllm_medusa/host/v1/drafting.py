@@ -137,11 +137,7 @@ class Drafting:
 
     def learnt(self) -> Learnt:
         """The same for the metrics: see `Learnt`."""
-        step, heads = (
-            {int(row["tokens"]): row["milliseconds"] / 1e3 for row in cost.table()}
-            for cost in (self.cost, self.budget.heads_cost)
-        )
-        return Learnt(self.budget.trust.share, step, heads)
+        return Learnt(self.budget.trust.share, self.cost.by_size(), self.budget.heads_cost.by_size())
 
     def with_shapes(self, drafts: Any) -> Any:
         """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""

@@ -106,11 +106,8 @@ class MedusaModelRunnerV2(CPUModelRunner):
         self.counts.fetch()
         unsent, self.counts.unsent = self.counts.unsent, Counts()
         if unsent.steps:
-            step, heads = (
-                {int(row["tokens"]): row["milliseconds"] / 1e3 for row in cost.table()}
-                for cost in (self.cost, self.heads_cost)
-            )
-            setattr(output, FIGURES, Figures(unsent, Learnt(step_seconds=step, heads_seconds=heads)))
+            learnt = Learnt(step_seconds=self.cost.by_size(), heads_seconds=self.heads_cost.by_size())
+            setattr(output, FIGURES, Figures(unsent, learnt))
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Totals since the last reset (see `Statistics.report`; no times: nothing waits for the device), and costs.
