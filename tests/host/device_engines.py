@@ -18,16 +18,34 @@ NODES = 8
 _STARTED: dict[str, Engine] = {}
 
 
-def engine(model: Path, heads: Path | None = None, *, is_async: bool = False, **options: Any) -> Engine:
-    """The engine with these options, started when first asked for."""
-    key = repr((model, heads, is_async, sorted(options.items())))
+def engine(
+    model: Path,
+    heads: Path | None = None,
+    *,
+    is_async: bool = False,
+    attention: str = "CPU_ATTN",
+    graphs: Sequence[int] = (),
+    **options: Any,
+) -> Engine:
+    """The engine with these options, started when first asked for.
+
+    Args:
+        model, heads: folders; without heads: plain.
+        is_async: steps are scheduled before the last one's outcome is known.
+        attention: which the host has.
+        graphs: tokens of the steps that are recorded.
+        options: of the engine.
+    """
+    key = repr((model, heads, is_async, attention, graphs, sorted(options.items())))
     if key not in _STARTED:
-        interpreter.ASYNC = is_async
+        interpreter.choose(is_async=is_async, attention=attention)
         if heads is not None:
             medusa = {"num_speculative_tokens": NODES, "adaptive": False, **options.pop("medusa", {})}
             options["medusa"] = medusa
         _STARTED[key] = started = start(model, heads, **{"max_model_len": 512, "block_size": 32, **options})
         assert started.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == is_async
+        if graphs:
+            interpreter.record_graphs(started.runner, list(graphs))
     return _STARTED[key]
 
 

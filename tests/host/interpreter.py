@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-ASYNC = False  # what engines that start now do about scheduling
+# What engines that start now do about scheduling, and which attention of the host they get.
+ASYNC = False
+ATTENTION = "CPU_ATTN"
 
 
 @contextmanager
@@ -33,13 +35,14 @@ def prepare() -> None:
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    _schedule_asynchronously()
+    _let_tests_decide()
     _replace_kernels()
 
 
-def _schedule_asynchronously() -> None:
-    """The CPU platform turns asynchronous scheduling off, since nothing on it is asynchronous: let tests decide."""
+def _let_tests_decide() -> None:
+    """The CPU platform turns asynchronous scheduling off, since nothing on it is asynchronous, and attends by itself."""
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -48,6 +51,7 @@ def _schedule_asynchronously() -> None:
         vllm_config.scheduler_config.async_scheduling = ASYNC
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CpuPlatform.get_attn_backend_cls = classmethod(lambda *_, **__: AttentionBackendEnum[ATTENTION].get_path())
 
 
 def _replace_kernels() -> None:
@@ -71,3 +75,58 @@ def _replace_kernels() -> None:
             logits[at].masked_fill_(~tokens[: logits.shape[1]], -torch.inf)
 
     structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
+
+
+def choose(*, is_async: bool, attention: str) -> None:
+    """What engines that start from now on are like."""
+    global ASYNC, ATTENTION
+    import torch
+    from vllm.v1.attention import selector
+
+    ASYNC, ATTENTION = is_async, attention
+    selector._cached_get_attn_backend.cache_clear()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked for by the host's cache writer
+
+
+def record_graphs(runner: Any, sizes: list[int]) -> Any:
+    """Let steps of trees replay what was recorded, as CUDA graphs do, though each kernel is called anew.
+
+    A recorded step knows its tensors by address and every number as it was: whatever else a step needs is missing.
+
+    Args:
+        runner: of an engine that has started.
+        sizes: tokens of the steps to record.
+
+    Returns:
+        The host's manager of graphs, whose `replays` counts them.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    class Recorded:
+        def __init__(self, forward: Any) -> None:
+            self.forward = forward
+
+        def replay(self) -> None:
+            manager.replays += 1
+            self.forward(CUDAGraphMode.NONE)
+
+    def capture(self: Any, create_forward_fn: Any, *_: Any) -> None:
+        for desc in self._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
+            self.graphs[desc] = Recorded(create_forward_fn(desc, warmup=False))
+            self.graphs[desc].forward(CUDAGraphMode.NONE)
+        self._graphs_captured = True
+
+    config = runner.compilation_config
+    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, max(sizes)
+    CudaGraphManager.capture, current_platform.get_global_graph_pool = capture, lambda: None
+    manager = ModelCudaGraphManager(
+        runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, runner.decode_query_len
+    )
+    manager.replays = 0
+    parts = (runner.input_buffers, None, runner.block_tables, runner.attn_groups, runner.kv_cache_config)
+    manager.capture(runner.model, runner.model_state, *parts)
+    runner.cudagraph_manager = manager
+    return manager

@@ -10,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import model_runner as host
 
-from vllm_medusa.attention.cpu import active_kernel
 from vllm_medusa.config import rank_accuracy_of
 from vllm_medusa.cost import StepCost
 from vllm_medusa.host.guard import AcceptanceGuard
@@ -19,6 +18,7 @@ from vllm_medusa.host.scheduler import WIDTHS
 from vllm_medusa.host.startup import log_choices, logger, time_heads, time_steps
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.v2.counting import DeviceCounts
+from vllm_medusa.host.v2.device_cache import DeviceTreeCache
 from vllm_medusa.host.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_medusa.host.v2.model_state import with_trees
 from vllm_medusa.host.v2.slots import SlotTrees
@@ -28,7 +28,7 @@ from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.widths import best_widths, width_grid
 
 
-class MedusaModelRunnerV2(CPUModelRunner):
+class MedusaModelRunnerV2(host.GPUModelRunner):
     """The host's runner with our model state (`model_state.py`), sampler (`sampling.py`) and drafter (`speculator.py`).
 
     The host calls these three in each step.
@@ -82,9 +82,16 @@ class MedusaModelRunnerV2(CPUModelRunner):
         reach = (self.drafter.fixed_tree or grow_static(accuracy, nodes)).reach(accuracy)
         self.widths = best_widths(self.cost, self.heads_cost, reach, width_grid(nodes), self.max_num_reqs)
 
+    def warm_up_trees(self) -> None:
+        """Compile kernels of ours before the host captures its graphs and forbids to compile."""
+        cache = self.model_state.tree_cache
+        if isinstance(cache, DeviceTreeCache):
+            logger.info("Medusa: compiling kernels for trees of up to %d nodes.", self.trees.num_nodes)
+            cache.warm_up(self.trees.num_nodes)
+
     def log_choices(self) -> None:
         """One line that says what serves."""
-        log_choices(self.drafter, "Model Runner V2", active_kernel(), "the host's sampler on the device")
+        log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "the host's sampler")
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The host's second half of a step; beside its tokens the engine core gets what it should know."""
@@ -119,9 +126,13 @@ class MedusaModelRunnerV2(CPUModelRunner):
         if reset:
             self.counts.reset()
         return report | {
-            "kernel": active_kernel(),
+            "kernel": self.model_state.tree_cache.kernel,
             "candidates": self.drafter.top_k,
             "cost": self.cost.table(),
             "heads_cost": self.heads_cost.table(),
             "widths": self.widths,
         }
+
+
+class MedusaCPUModelRunnerV2(MedusaModelRunnerV2, CPUModelRunner):
+    """The same over the host's runner for CPUs."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_medusa.host.v2.rows import RowBuffers
 from vllm_medusa.tree.tensors import TensorTrees, climb
 from vllm_medusa.tree.topology import num_words
 from vllm_medusa.tree.walk import Walk
@@ -46,6 +47,16 @@ class StepTrees:
         """The most nodes of any request (n)."""
         return self.parents.shape[1]
 
+    def moves(self) -> tuple[Tensor, Tensor]:
+        """What the commit moves, by depth: int64 [R, D] and int64 [R, D], indices among the step's tokens: of accepted
+        rows, -1 where nothing moves, and of those whose slots they take."""
+        assert self.walk is not None
+        path = self.walk.rows[:, 1:]
+        depth = torch.arange(1, path.shape[1] + 1, device=path.device)
+        moved = (path >= 0) & (path != depth)
+        first = self.first_token[:, None]
+        return (first + path).where(moved, -1), first + depth.where(moved, 0)
+
     def rows_of(self, values: Tensor, fill: int = 0) -> Tensor:
         """Spread values by row of logits [L] over [R, n + 1]; `fill` where a request has no such row."""
         index = self.first_logit[:, None] + torch.arange(self.width + 1, device=values.device)
@@ -58,6 +69,7 @@ class SlotTrees:
 
     Attributes:
         step: the trees of the step that runs now; None if it checks none.
+        rows: where attention on a GPU reads what they may see; None on a CPU.
         max_depth: no node is deeper; set once the heads are known.
     """
 
@@ -72,6 +84,7 @@ class SlotTrees:
         self.depths = torch.zeros(slots, num_nodes + 1, dtype=torch.int64, device=device)
         self.ancestors = torch.zeros(slots, num_nodes + 1, num_words(num_nodes), dtype=torch.int64, device=device)
         self.step: StepTrees | None = None
+        self.rows: RowBuffers | None = None
 
     def put(self, slots: Tensor, trees: TensorTrees) -> None:
         """Remember the trees that were drafted for `slots` (int64 [R])."""
@@ -118,4 +131,7 @@ class SlotTrees:
         places, of_row, local = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
         root = batch.positions[places] - local
         has_tree = root >= self._req_states.prefill_len.gpu[of_row]
-        batch.positions[places] = root + self.depths[of_row, local].where(has_tree, local)
+        depths = self.depths[of_row, local]
+        batch.positions[places] = root + depths.where(has_tree, local)
+        if self.rows is not None:
+            self.rows.put(places, local, has_tree, depths, self.ancestors[of_row, local])
