@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import numpy as np
 from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
 from engines import VOCAB, Engine, random_prompts
@@ -114,6 +115,8 @@ def compare(
         "preempted": len(preempted),
         "widths": (trees.runner.widths, scheduler.dynamic_sd_lookup),
         "plain": [tokens for tokens, _ in plain],
+        "replays": getattr(trees.runner.cudagraph_manager, "replays", 0),
+        "filled": getattr(trees.runner.cudagraph_manager, "filled", 0),
     }
 
 
@@ -178,10 +181,12 @@ def small_parts(engine: Engine) -> Any:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[None]:
-    """Draft, walk and what leads to the commit fail where they would wait for a device. The heads take the way that is
-    no CPU's own; calls of the host do as they like."""
+    """Draft, walk and what leads to the commit fail where they would wait for a device; with a GPU's attention metadata
+    and commit do too. The heads take the way that is no CPU's own; calls of the host do as they like."""
+    from vllm_medusa.attention.triton_mover import SlotMover
     from vllm_medusa.heads import native
-    from vllm_medusa.host.v2 import model_state, sampling
+    from vllm_medusa.host.v2 import device_cache, sampling
+    from vllm_medusa.host.v2.slots import StepTrees
 
     runner, mode = engine.runner, NoWaiting()
 
@@ -203,8 +208,12 @@ def watched(engine: Engine) -> Iterator[None]:
     calls: set[str] = set()
     heads = runner.drafter.heads
     ours = [(runner.trees, "lay"), (runner.trees, "put"), (runner.speculator, "propose"), (runner, "rejection_sampler")]
-    ours += [(runner.counts, "count"), (model_state, "_moves")]
+    ours += [(runner.counts, "count"), (StepTrees, "moves")]
     theirs = [(runner.sampler, "sample")]
+    cache = runner.model_state.tree_cache
+    if isinstance(cache, device_cache.DeviceTreeCache):
+        ours += [(cache, "attach"), (cache, "commit")]
+        theirs += [(device_cache, "build_attn_metadata"), (SlotMover, "move")]
     theirs += [(sampling, "compute_topk_scores"), (sampling, "get_num_sampled_and_rejected")]
     with ExitStack() as stack:
         for owner, name in ours:
@@ -215,6 +224,17 @@ def watched(engine: Engine) -> Iterator[None]:
         stack.enter_context(_replaced(native, "best_tokens", lambda *_: None))
         yield
     assert calls == {name for _, name in ours}, calls
+
+
+def old_rows(engine: Engine) -> Any:
+    """A fault: what rows may see stays as it was."""
+    return _replaced(engine.runner.trees.rows, "put", lambda *_: None)
+
+
+def old_context(engine: Engine) -> Any:
+    """A fault: how many tokens are cached stays as it was."""
+    rows = engine.runner.trees.rows
+    return _replaced(rows, "set_context", lambda lengths, _: rows.context[: len(lengths)])
 
 
 def no_masks(engine: Engine) -> Any:
@@ -233,7 +253,8 @@ def padded(engine: Engine) -> Any:
 
 
 CHANGES = {"": unchanged} | {
-    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded)
+    f.__name__: f
+    for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded, old_rows, old_context)
 }
 
 
@@ -313,11 +334,52 @@ def said(model: Path, _: Path, lengths: list[int], params: Params) -> list[list[
     return engine(model).tokens(random_prompts(np.random.default_rng(3), lengths), sampling(params))
 
 
+def hosts_kernel(model: Path, heads: Path, lengths: list[int], params: Params, **options: Any) -> dict[str, Any]:
+    """As `compare`, all of plain vLLM's attention by its own Triton kernel."""
+    interpreter.HOSTS_KERNEL = True
+    try:
+        return compare(model, heads, lengths, params, shared={"attention": "TRITON_ATTN"}, **options)
+    finally:
+        interpreter.HOSTS_KERNEL = False
+
+
+def looks_at_kernels(model: Path, heads: Path, *, attention: str, error: float) -> str:
+    """What an engine says when its kernels are looked at, as before it serves on a GPU; `error` is added to theirs."""
+    from vllm_medusa.attention import triton_check
+    from vllm_medusa.errors import MedusaError
+
+    kernel = triton_check.tree_attention
+
+    def spoilt(query: Any, keys: Any, values: Any, out: Any, **given: Any) -> None:
+        kernel(query, keys, values, out, **given)
+        out[-1] += error
+
+    try:
+        with _replaced(triton_check, "tree_attention", spoilt):
+            engine(model, heads, is_async=True, attention=attention).runner.warm_up_trees()
+    except MedusaError as refusal:
+        return str(refusal)
+    return "serves"
+
+
+def refuses_attention(model: Path, heads: Path) -> str:
+    """What an engine says whose layers attend by a host's attention that trees cannot share a cache with."""
+    from vllm_medusa.errors import MedusaError
+    from vllm_medusa.host import device_attention
+
+    try:
+        with _replaced(device_attention, "HOSTS_OWN", (device_attention.FlashAttentionImpl,)):
+            engine(model, heads, attention="TRITON_ATTN", max_num_seqs=5)
+    except MedusaError as refusal:
+        return str(refusal)
+    return "serves"
+
+
 def contract() -> list[str]:
     """What of the host is missing."""
     from vllm_medusa.host import compat
 
-    return compat.find_problems(compat.full_contract() + compat.V2_CONTRACT)
+    return compat.find_problems(compat.full_contract() + compat.V2_CONTRACT + compat.GPU_CONTRACT)
 
 
 def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runner, is_ours, refuse_on_v2
@@ -13,10 +17,15 @@ from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runn
 
 @pytest.mark.parametrize(
     ("asked", "on_cpu", "chosen"),
-    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1"), (False, False, "V1")],
+    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1")],
 )
 def test_the_variable_is_obeyed_else_the_platform(asked: bool | None, on_cpu: bool, chosen: str) -> None:
     assert choose_runner(asked, on_cpu=on_cpu, has_triton=True) == chosen
+
+
+def test_v1_is_refused_on_a_gpu() -> None:
+    with pytest.raises(MedusaError, match=r"VLLM_USE_V2_MODEL_RUNNER='0': .*Model Runner V2 on a GPU"):
+        choose_runner(False, on_cpu=False, has_triton=True)
 
 
 @pytest.mark.parametrize(("asked", "on_cpu"), [(True, True), (None, False)])
@@ -77,3 +86,44 @@ def test_v2_takes_the_usual() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": False})
+
+
+def ask_on(platform: dict[str, bool], heads: Path, patch: pytest.MonkeyPatch, **args: Any) -> tuple[Any, Any, Any]:
+    """Engine arguments, parallel config and what the host was given to build from, on a platform of this kind."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_medusa.host import engine_args
+
+    kinds = {"is_cpu": False, "is_cuda": False, **platform}
+    fake = SimpleNamespace(device_name="a device", **{name: (lambda said=said: said) for name, said in kinds.items()})
+    patch.setattr(engine_args, "current_platform", fake)
+    patch.setattr(engine_args, "HAS_TRITON", True)
+    given = EngineArgs(model="any", speculative_config={"method": "medusa", "model": str(heads)}, **args)
+    model = SimpleNamespace(model="any", get_hidden_size=lambda: 128, get_vocab_size=lambda: 160)
+    for name in ("uses_mrope", "is_encoder_decoder", "use_mla", "is_hybrid", "is_attention_free"):
+        setattr(model, name, False)
+    parallel = SimpleNamespace(
+        worker_cls="auto", pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1
+    )
+    built = engine_args.create_speculative_config(
+        lambda args, *_: dict(args.speculative_config), given, model, parallel
+    )
+    return given, parallel, built
+
+
+def test_a_gpu_gets_its_worker_and_v2(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, parallel, built = ask_on({"is_cuda": True}, tiny_heads, monkeypatch)
+    assert built["method"] == METHODS["V2"] and "num_speculative_tokens_per_batch_size" in built
+    worker = resolve_obj_by_qualname(parallel.worker_cls)
+    assert issubclass(worker, Worker) and not issubclass(worker, CPUWorker)
+
+
+def test_a_cpu_gets_its_own(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, parallel, built = ask_on({"is_cpu": True}, tiny_heads, monkeypatch)
+    assert built["method"] == METHODS["V1"]
+    assert issubclass(resolve_obj_by_qualname(parallel.worker_cls), CPUWorker)
+
+
+def test_other_platforms_are_refused(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MedusaError, match="platform 'a device': trees are served on CPUs and NVIDIA GPUs"):
+        ask_on({}, tiny_heads, monkeypatch)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_medusa.host.compat import Symbol, full_contract
+from vllm_medusa.host.compat import GPU_CONTRACT, V2_CONTRACT, Symbol, full_contract
 from vllm_medusa.host.source import HostSource
 
 _DEVICE = "vllm.v1.worker.gpu"
@@ -25,6 +25,8 @@ ATTRIBUTES = (
     Symbol(_BATCH, "InputBatch.thinking_budget_state_holder"),
     Symbol("vllm.v1.sample.sampler", "Sampler.topk_topp_sampler"),
     Symbol("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor.req_info"),
+    Symbol("vllm.model_executor.layers.attention", "Attention.head_size_v"),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.kernel_block_size"),
     Symbol("vllm.model_executor.layers.attention", "Attention.kv_sharing_target_layer_name"),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadata.slot_mapping"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.dynamic_sd_lookup"),
@@ -94,6 +96,7 @@ def imported(folder: Path | None = None) -> Iterator[Symbol]:
 
 def look(source: HostSource) -> tuple[int, list[str]]:
     """How many things were looked for in this source, and what is wrong with them."""
-    symbols = list(dict.fromkeys((*full_contract(), *ATTRIBUTES, *imported())))
+    contract = (*full_contract(), *V2_CONTRACT, *GPU_CONTRACT)
+    symbols = list(dict.fromkeys((*contract, *ATTRIBUTES, *imported())))
     problems = [source.problem(symbol) for symbol in symbols] + [layout.problem(source) for layout in LAYOUTS]
     return len(problems), list(dict.fromkeys(problem for problem in problems if problem))

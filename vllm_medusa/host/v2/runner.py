@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import model_runner as host
@@ -25,7 +26,7 @@ from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.host.v2.speculator import MedusaSpeculator
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.growth import grow_static
-from vllm_medusa.widths import best_widths, width_grid
+from vllm_medusa.widths import best_widths, first_ranges, width_grid
 
 
 class MedusaModelRunnerV2(host.GPUModelRunner):
@@ -66,6 +67,17 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             super().load_model(*args, **kwargs)
         finally:
             host.init_model_state = build
+
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
+        """The host measures memory with a row of logits for each request; steps of trees have more."""
+        super()._dummy_sampler_run(hidden_states)
+        settings = self.drafter.settings
+        nodes, requests = settings.num_speculative_tokens, self.max_num_reqs
+        most = requests * (1 + nodes)
+        if settings.adaptive:
+            most = max(2 * requests, *(last * (1 + width) for _, last, width in first_ranges(nodes)))
+        rows = min(most, self.max_num_tokens)
+        self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous()).float().argmax(dim=-1)
 
     def measure_step_cost(self) -> None:
         """Time steps and heads, and choose from that how many nodes are drafted for how many requests."""
