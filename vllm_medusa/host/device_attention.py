@@ -112,5 +112,6 @@ def adopt(layers: Iterable[Any]) -> list[Any]:
     adopted = decoder_layers(layers, HOSTS_OWN)
     for layer in adopted:
         if not getattr(layer.impl, "checks_trees", False):
-            layer.impl.__class__ = with_trees(type(layer.impl))
+            host: Any = type(layer.impl)
+            layer.impl.__class__ = with_trees(host)
     return adopted

@@ -26,10 +26,10 @@ def decoder_layers(layers: Iterable[Any], implementations: tuple[type, ...]) -> 
     for layer in layers:
         if not isinstance(layer, Attention):
             continue
-        impl = layer.impl
+        impl: Any = layer.impl
         # Subclasses of the host's layer see keys in ways of their own (chunks, cross attention, sinks).
         plain = type(layer) is Attention and impl.attn_type == AttentionType.DECODER
-        if not plain or not isinstance(impl, implementations):
+        if not plain or not issubclass(type(impl), implementations):
             fix = f"attention by {type(layer).__name__} with {type(impl).__name__} cannot check trees yet"
             raise MedusaError.of("model", layer.layer_name, fix)
         for what, present in (
