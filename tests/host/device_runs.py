@@ -68,6 +68,7 @@ def compare(
     *,
     shape: Callable[[np.random.Generator], Tree] | None = any_tree,
     change: str = "",
+    repeats: int = 1,
     shared: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -79,10 +80,11 @@ def compare(
         params: of each, as `SamplingParams` takes them; `bad` are sequences of tokens that are forbidden.
         shape: of each draft; None: the heads draft.
         change: a key of CHANGES.
+        repeats: how often each prompt says the same.
         shared: options of both engines.
         options: of the engine with trees.
     """
-    prompts = random_prompts(np.random.default_rng(3), lengths)
+    prompts = [repeats * prompt for prompt in random_prompts(np.random.default_rng(3), lengths)]
     shared = shared or {}
     plain = answers(engine(model, **shared), prompts, sampling(params))
     limit = options.get("max_model_len", 512)
@@ -162,11 +164,13 @@ def flat_positions(engine: Engine) -> Any:
     return _replaced(trees, "lay", flat)
 
 
-def no_history(engine: Engine) -> Any:
+@contextmanager
+def no_history(_: Engine) -> Iterator[None]:
     """A fault: processors do not see the tokens of a node's path."""
     from vllm_medusa.host.v2 import sampling
 
-    return _replaced(sampling, "_reads_history", lambda *_: False)
+    with _replaced(sampling, "_reads_history", lambda *_: False), _replaced(sampling, "ROWS_OF_A_ROUND", 0):
+        yield
 
 
 def small_parts(engine: Engine) -> Any:

@@ -18,6 +18,8 @@ from device_engines import NODES
 from device_runs import greedy, seeded, static
 from interpreter import interpreted
 
+from vllm_medusa.tree.lookup import FIRST_ODDS
+
 pytestmark = pytest.mark.slow  # engines start
 Ask = Callable[..., Any]
 LENGTHS = [1, 9, 33, 60]
@@ -148,6 +150,20 @@ def test_heads_draft_on_the_device(ask: Ask) -> None:
     assert sum(report["accepted_by_rank"]) == sum(report["accepted_by_depth"])
 
 
+def test_texts_are_looked_up(ask: Ask) -> None:
+    """Prompts that say one thing three times, answers of three tokens that do the same; the heads guess at random."""
+    some = {"max_tokens": 24, "logit_bias": {7: 40.0, 8: 40.0, 9: 40.0}}
+    params = [{"temperature": 0, **some}, {"temperature": 0.8, "seed": 3, **some}]
+    run = ask("compare", [9, 20], params, shape=None, repeats=3, is_async=True)
+    report = run["report"]
+    assert run["differences"] == []
+    *by_heads, by_texts = report["accepted_by_rank"]
+    assert len(by_heads) == report["candidates"]
+    assert by_texts > 0.2 * report["emitted_tokens"] and by_texts > sum(by_heads)
+    assert sum(report["accepted_by_depth"][4:]) > 0, "deeper than there are heads"
+    assert report["lookup_odds"] != list(FIRST_ODDS), "what came true is learnt"
+
+
 @pytest.mark.parametrize("tree", ["dynamic", "chain"])
 def test_nothing_waits_for_the_device(ask: Ask, tree: str) -> None:
     """In draft, walk and what leads to the commit: no value of a tensor decides on the host."""
@@ -242,7 +258,6 @@ def test_what_is_refused(ask: Ask) -> None:
     """By name, before any weights load."""
     cases: dict[str, dict[str, Any]] = {
         "draft_sample_method='probabilistic'": {"medusa": {"draft_sample_method": "probabilistic"}},
-        "prompt_lookup=True": {"medusa": {"prompt_lookup": True}},
         "return_sampling_mask=True": {"return_sampling_mask": True},
         "enable_trace_replay=True": {"enable_trace_replay": True},
     }

@@ -117,7 +117,8 @@ V2_CONTRACT = (
     Symbol(
         f"{_V2}.input_batch",
         "InputBatch",
-        ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions"),
+        ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions")
+        + ("seq_lens_cpu_upper_bound",),
     ),
     Symbol(f"{_V2}.input_batch", "get_num_sampled_and_rejected", ("num_sampled", "seq_lens", "cu_num_logits")),
     Symbol(

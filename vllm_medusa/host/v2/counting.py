@@ -29,7 +29,7 @@ class DeviceCounts:
         """Count walks of `trees` whose heads offer `top_k` candidates, and tell `guard` how often one is right."""
         self._trees, self._guard, self._top_k, self._device = trees, guard, top_k, device
         sizes = {"emitted": 1, "requests": 1, "nodes": LABELS, "by_depth": trees.num_nodes}
-        sizes |= {"drafted": top_k + 1, "accepted": top_k + 1}
+        sizes |= {"drafted": top_k + 2, "accepted": top_k + 2}  # by rank; what a text alone expected; no node
         self._names = list(sizes)
         self._ends = np.cumsum(list(sizes.values()))[:-1].tolist()
         self._sums = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
@@ -87,8 +87,8 @@ class DeviceCounts:
                 drafted_nodes={label: read["nodes"][label.bit_length() - 1] for label in counts.steps},
                 emitted_tokens=read["emitted"][0],
                 accepted_by_depth=read["by_depth"],
-                drafted_by_rank=read["drafted"][: self._top_k],
-                accepted_by_rank=read["accepted"][: self._top_k],
+                drafted_by_rank=read["drafted"][:-1],
+                accepted_by_rank=read["accepted"][:-1],
                 candidates=self._top_k,
             )
         )
@@ -108,5 +108,5 @@ class DeviceCounts:
 
     def _add(self, name: str, ranks: Tensor) -> None:
         """Count ranks; those below 0 in a place that nobody reads."""
-        places = ranks.where(ranks >= 0, self._top_k).flatten()
+        places = ranks.where(ranks >= 0, self._top_k + 1).flatten()
         self._parts[name].scatter_add_(0, places, torch.ones_like(places))

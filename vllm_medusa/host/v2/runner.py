@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import model_runner as host
@@ -25,6 +26,7 @@ from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.host.v2.speculator import MedusaSpeculator
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.growth import grow_static
+from vllm_medusa.tree.tensor_lookup import DEEPEST, TensorLookups
 from vllm_medusa.widths import best_widths, width_grid
 
 
@@ -56,7 +58,7 @@ class MedusaModelRunnerV2(CPUModelRunner):
             built: Any = type(state)
             state.__class__ = with_trees(built)
             self.drafter.load_model(model)
-            self.trees.max_depth = self.drafter.max_depth
+            self._set_up_trees()
             state.trees = self.trees
             state.counts = self.counts = DeviceCounts(self.trees, guard, self.drafter.top_k, device)
             return state
@@ -67,6 +69,15 @@ class MedusaModelRunnerV2(CPUModelRunner):
         finally:
             host.init_model_state = build
 
+    def _set_up_trees(self) -> None:
+        """Once the heads are known: how deep trees get, with the texts of requests or without."""
+        settings, trees = self.drafter.settings, self.trees
+        trees.max_depth = self.drafter.max_depth
+        if settings.prompt_lookup:
+            most = min(DEEPEST, settings.num_speculative_tokens)
+            trees.max_depth = max(trees.max_depth, most)
+            trees.lookups = TensorLookups(self.max_num_reqs, most, self.device)
+
     def measure_step_cost(self) -> None:
         """Time steps and heads, and choose from that how many nodes are drafted for how many requests."""
         settings, heads = self.drafter.settings, self.drafter.heads
@@ -76,7 +87,12 @@ class MedusaModelRunnerV2(CPUModelRunner):
         nodes = settings.num_speculative_tokens
         for tokens, seconds in time_steps(self, min(self.max_num_tokens, self.max_num_reqs * (1 + nodes))):
             self.cost.seed(tokens, seconds)
-        for requests, seconds in time_heads(self.drafter, self.drafter.propose_tensors, self.max_num_reqs):
+
+        def draft(hidden: Tensor, roots: Tensor) -> Tensor:
+            expected = self.trees.expected(torch.arange(len(roots), device=roots.device), self.max_model_len)
+            return self.drafter.propose_tensors(hidden, roots, expected).tokens
+
+        for requests, seconds in time_heads(self.drafter, draft, self.max_num_reqs):
             self.heads_cost.seed(requests, seconds)
         accuracy = rank_accuracy_of(heads.config)
         reach = (self.drafter.fixed_tree or grow_static(accuracy, nodes)).reach(accuracy)
@@ -113,7 +129,7 @@ class MedusaModelRunnerV2(CPUModelRunner):
         """Totals since the last reset (see `Statistics.report`; no times: nothing waits for the device), and costs.
 
         `cost`: seconds of steps by tokens, `heads_cost`: of the heads by requests, `widths`: nodes by requests, all as
-        measured before serving.
+        measured before serving. `lookup_odds`: how often a match of 1, 2, ... tokens goes on.
         """
         report = Statistics(totals=self.counts.report()).report()
         if reset:
@@ -124,4 +140,5 @@ class MedusaModelRunnerV2(CPUModelRunner):
             "cost": self.cost.table(),
             "heads_cost": self.heads_cost.table(),
             "widths": self.widths,
+            "lookup_odds": self.trees.lookups.odds() if self.trees.lookups is not None else [],
         }

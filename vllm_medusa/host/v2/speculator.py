@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.proposer import MedusaProposer
+from vllm_medusa.tree.tensor_lookup import TensorExpected
 from vllm_medusa.tree.tensors import TensorTrees
 
 
@@ -67,10 +68,12 @@ class MedusaSpeculator(BaseSpeculator):
         else:
             walk = step.walk
             rows = step.first_token + walk.rows.gather(1, walk.lengths[:, None] - 1)[:, 0]
-        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0])
+        known = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(slots)]  # without the step's last token
+        expected = self.trees.expected(slots, int(known.max()) + 1)
+        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0], expected)
         self.trees.put(slots, drafted)
         return drafted.tokens
 
-    def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor) -> TensorTrees:
-        """Trees for `slots` (int64 [R]), from their hidden rows [R, H] and root tokens int64 [R]."""
-        return self.proposer.propose_tensors(hidden, roots)
+    def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor, expected: TensorExpected | None) -> TensorTrees:
+        """Trees for `slots` (int64 [R]), from their hidden rows [R, H], root tokens int64 [R] and texts."""
+        return self.proposer.propose_tensors(hidden, roots, expected)
