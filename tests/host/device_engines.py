@@ -15,6 +15,7 @@ from engines import Engine, random_tree, start
 from vllm_medusa.tree.topology import Tree
 
 NODES = 8
+PROMISE = 0.5  # reach of each node that an oracle drafts
 _STARTED: dict[str, Engine] = {}
 
 
@@ -77,7 +78,7 @@ class DeviceOracle:
             self.drafted += 1
         tokens, parents = torch.from_numpy(tokens), torch.from_numpy(parents)
         is_node = parents >= 0
-        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(is_node, -1), 0.25 * is_node)
+        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(is_node, -1), PROMISE * is_node)
 
     greedy = False  # hidden rows are checked
     must_know = True

@@ -12,6 +12,7 @@ from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engin
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
+from vllm_medusa.budget import Trust
 from vllm_medusa.tree.topology import Tree
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
@@ -105,16 +106,18 @@ def compare(
         if shape is not None:
             stack.enter_context(drafting(oracle))
         trees.runner.medusa_report(reset=True)
+        trees.runner.learning.trust = Trust()
         said = answers(trees, prompts, sampling(params))
     assert trees.free_blocks == free, "blocks are not given back"
     return {
         "differences": differences(plain, said),
         "length": steps.length,
         "report": trees.runner.medusa_report(),
+        "reach": reach.values().tolist() if (reach := trees.runner.learning.reach) else None,
         "checked": oracle.checked,
         "below_root": oracle.below_root,
         "preempted": len(preempted),
-        "widths": (trees.runner.widths, scheduler.dynamic_sd_lookup),
+        "widths": (trees.runner.learning.widths, scheduler.dynamic_sd_lookup),
         "plain": [tokens for tokens, _ in plain],
     }
 

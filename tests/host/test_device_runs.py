@@ -14,10 +14,12 @@ from typing import Any
 import device_runs
 import numpy as np
 import pytest
-from device_engines import NODES
+from device_engines import NODES, PROMISE
 from device_runs import greedy, seeded, static
 from interpreter import interpreted
 
+from vllm_medusa.budget import DOUBT
+from vllm_medusa.config import typical_rank_accuracy
 from vllm_medusa.tree.lookup import FIRST_ODDS
 
 pytestmark = pytest.mark.slow  # engines start
@@ -46,8 +48,11 @@ def test_greedy(ask: Ask, is_async: bool) -> None:
     run = ask("compare", LENGTHS, greedy(), is_async=is_async)
     assert run["differences"] == []
     assert run["length"] > 1.7 and run["checked"] > 20 and run["below_root"] > 10
-    by_luck, planted, *_ = run["report"]["accepted_by_rank"]
+    report = run["report"]
+    by_luck, planted, *_ = report["accepted_by_rank"]
     assert planted > 10 * by_luck
+    promised = DOUBT + PROMISE * sum(report["drafted_by_rank"])
+    assert report["trust"] == pytest.approx((DOUBT + planted + by_luck) / promised, abs=1e-3)
 
 
 def test_a_fixed_tree(ask: Ask) -> None:
@@ -148,6 +153,9 @@ def test_heads_draft_on_the_device(ask: Ask) -> None:
     assert report["drafted_nodes"] == sum(report["drafted_by_rank"]) > 0
     assert report["emitted_tokens"] == report["request_steps"] + sum(report["accepted_by_depth"])
     assert sum(report["accepted_by_rank"]) == sum(report["accepted_by_depth"])
+    step = report["seconds"].pop("step")
+    assert min(report["seconds"].values()) > 0 and sum(report["seconds"].values()) < step
+    assert report["trust"] < 1 and 0 < report["overhead_share"] < 1
 
 
 def test_texts_are_looked_up(ask: Ask) -> None:
@@ -190,6 +198,7 @@ def test_width_by_what_steps_cost(ask: Ask) -> None:
     measured, used = run["widths"]
     assert run["differences"] == [] and measured == used and len(measured) == 17
     assert set(measured) <= {0, 2, 4, 8} and run["report"]["widths"] == measured
+    assert run["reach"][0] != pytest.approx(typical_rank_accuracy(4, 10)[0][0], rel=1e-3), "learnt while serving"
 
 
 @IN_BOTH

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_medusa.host.backend import CheckedRows
 from vllm_medusa.host.tree_cache import TreeCache
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
 from vllm_medusa.host.v2.sampling import TreeSampler
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
@@ -23,7 +24,8 @@ def with_trees(host: Any) -> Any:
         """The host's hooks around a forward pass, in the order of a step."""
 
         trees: SlotTrees
-        counts: DeviceCounts
+        counts: DeviceCounts | None = None  # set when warm-up is over
+        clock: StageClock[Any]
         tree_cache: TreeCache | None = None
         batch: Any = None  # that runs now
 
@@ -40,11 +42,12 @@ def with_trees(host: Any) -> Any:
 
         def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
             """The host's sampler for steps without trees, the walk for the others."""
-            return sampler, TreeSampler(sampler, self.trees)
+            return sampler, TreeSampler(sampler, self.trees, self.clock)
 
         def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
             """Slots are known, attention metadata is not built yet: lay the trees over the batch."""
             super().preprocess_state(input_batch, *args, **kwargs)
+            self.clock.begin()
             self.trees.lay(input_batch)
             self.batch = input_batch
 
@@ -74,10 +77,13 @@ def with_trees(host: Any) -> Any:
             """The commit, on the stream that ran the step and will run the next."""
             super().postprocess_state(*args, **kwargs)
             step = self.trees.step
+            self.clock.mark("forward" if step is None else "walk")  # the host's own sampler is no stage of its own
             if step is not None and step.walk is not None:
                 assert self.tree_cache is not None
                 self.tree_cache.commit(*_moves(step))
-            self.counts.count(self.batch, step)
+            if self.counts is not None:
+                self.counts.count(self.batch, step)
+            self.clock.mark("commit")
 
     return TreeModelState
 

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
 from vllm_medusa.tree.walk import Walk, greedy_walk, step_to_child
 
@@ -53,10 +54,9 @@ class _Rows(NamedTuple):
 class TreeSampler:
     """Stands where the host has its rejection sampler. See `host.v1.sampling.TreeSampler` for why it is lossless."""
 
-    def __init__(self, sampler: Sampler, trees: SlotTrees) -> None:
-        """Walk `trees` with the host's `sampler`."""
-        self.sampler = sampler
-        self.trees = trees
+    def __init__(self, sampler: Sampler, trees: SlotTrees, clock: StageClock[Any]) -> None:
+        """Walk `trees` with the host's `sampler`, telling the `clock`."""
+        self.sampler, self.trees, self.clock = sampler, trees, clock
 
     def __call__(
         self, logits: Tensor, batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
@@ -74,6 +74,7 @@ class TreeSampler:
         """
         step = self.trees.step
         assert step is not None and step.batch is batch
+        self.clock.mark("forward")
         nans = get_num_nans(logits) if self.sampler.compute_nans else None
         tokens = batch.input_ids[batch.logits_indices]
         rows = _Rows(

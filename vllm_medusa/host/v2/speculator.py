@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.tensor_lookup import TensorExpected
@@ -20,10 +21,9 @@ class MedusaSpeculator(BaseSpeculator):
     draft_logits = None  # nodes are the heads' likeliest tokens
     supports_mm_inputs = False
 
-    def __init__(self, proposer: MedusaProposer, trees: SlotTrees) -> None:
-        """Draft with `proposer` into `trees`."""
-        self.proposer = proposer
-        self.trees = trees
+    def __init__(self, proposer: MedusaProposer, trees: SlotTrees, clock: StageClock[Any]) -> None:
+        """Draft with `proposer` into `trees`, telling the `clock`."""
+        self.proposer, self.trees, self.clock = proposer, trees, clock
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """The heads are a few products after the step: no graphs of their own."""
@@ -72,6 +72,7 @@ class MedusaSpeculator(BaseSpeculator):
         expected = self.trees.expected(slots, int(known.max()) + 1)
         drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0], expected)
         self.trees.put(slots, drafted)
+        self.clock.mark("propose")
         return drafted.tokens
 
     def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor, expected: TensorExpected | None) -> TensorTrees:
