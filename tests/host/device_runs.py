@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -341,6 +342,29 @@ def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]
         except MedusaError as error:
             messages.append(str(error))
     return messages
+
+
+def mismatch(model: Path, heads: Path, checked: str, found: str) -> str:
+    """The error of a worker whose process reads `found` from the variable by which settings were `checked`."""
+    from vllm import envs
+
+    from vllm_medusa.host import worker
+    from vllm_medusa.host.choice import VARIABLE
+
+    envs.disable_envs_cache()  # a process that serves keeps what it has read
+    check = worker.check_runner
+
+    def elsewhere(config: Any) -> Any:
+        os.environ[VARIABLE] = found
+        return check(config)
+
+    before = os.environ[VARIABLE]
+    os.environ[VARIABLE] = checked
+    try:
+        with _replaced(worker, "check_runner", elsewhere):
+            return refusals(model, heads, [{}])[0]
+    finally:
+        os.environ[VARIABLE] = before
 
 
 __all__ = ["NODES"]

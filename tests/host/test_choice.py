@@ -62,6 +62,7 @@ def test_a_users_own_ngram_is_not_ours() -> None:
         ({"enable_batch_sharded_sampling": True}, {}, "enable_batch_sharded_sampling=True"),
         ({"watermark_config": {"key": 1}}, {}, "watermark_config="),
         ({"enable_trace_replay": True}, {}, "enable_trace_replay=True"),
+        ({"return_sampling_mask": True}, {}, "return_sampling_mask=True"),
         ({"enable_prompt_embeds": True}, {}, "enable_prompt_embeds=True"),
         ({}, {"enable_adaptive_verification": True}, "enable_adaptive_verification=True"),
         ({}, {"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),

@@ -73,11 +73,12 @@ def test_seeds_and_log_probabilities(ask: Ask, is_async: bool) -> None:
     assert run["differences"] == [] and run["length"] > 1.5
 
 
-@MOSTLY_ASYNC
+@IN_BOTH
 def test_limits_pieces_and_preemption(ask: Ask, is_async: bool) -> None:
     """Trees cut to a prefix at max_model_len, prompts in pieces of a budget, a cache too small for the batch."""
     limits = {"max_model_len": 64, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 6}
-    run = ask("compare", [30, 24, 29, 52], greedy(4, 80), is_async=is_async, **limits)
+    lengths = [30, 24, 29, 52] if LONG else [30, 24, 52]
+    run = ask("compare", lengths, greedy(len(lengths), 80), is_async=is_async, **limits)
     assert run["differences"] == [] and run["preempted"]
 
 
@@ -261,6 +262,15 @@ def test_random_batches(ask: Ask, seed: int) -> None:
 
 def test_the_host_has_what_we_use(ask: Ask) -> None:
     assert ask("contract", pair=()) == []
+
+
+@pytest.mark.parametrize(("checked", "found"), [("0", "1"), ("1", "0")])
+def test_settings_for_the_other_runner_are_refused(ask: Ask, checked: str, found: str) -> None:
+    """Our method for V1 on V2, and the other way round, where vLLM would draft by itself: by the worker."""
+    message = ask("mismatch", checked, found)
+    meant, chosen = ("V1", "V2") if checked == "0" else ("V2", "V1")
+    assert f"checked for Model Runner {meant}, but vLLM chose {chosen}" in message
+    assert f"VLLM_USE_V2_MODEL_RUNNER={checked}" in message
 
 
 def test_what_is_refused(ask: Ask) -> None:
