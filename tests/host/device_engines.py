@@ -15,6 +15,7 @@ from engines import Engine, random_tree, start
 from vllm_medusa.tree.topology import Tree
 
 NODES = 8
+PROMISE = 0.5  # reach of each node that an oracle drafts
 _STARTED: dict[str, Engine] = {}
 
 
@@ -65,7 +66,7 @@ class DeviceOracle:
         self.misses = 0.2
         self.drafted = self.checked = self.below_root = 0
 
-    def __call__(self, slots: Any, hidden: Any, roots: Any) -> Any:
+    def __call__(self, slots: Any, hidden: Any, roots: Any, expected: Any) -> Any:
         """Stand in for the speculator's `_draft`."""
         from vllm_medusa.tree.tensors import TensorTrees
 
@@ -94,7 +95,8 @@ class DeviceOracle:
             tokens[row, :n], parents[row, :n] = drafted, tree.parents
             self.drafted += 1
         tokens, parents = torch.from_numpy(tokens), torch.from_numpy(parents)
-        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(parents >= 0, -1))
+        is_node = parents >= 0
+        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(is_node, -1), PROMISE * is_node)
 
     greedy = False  # hidden rows are checked
     must_know = True

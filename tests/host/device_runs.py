@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engin
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
+from vllm_medusa.budget import Trust
 from vllm_medusa.tree.topology import Tree
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
@@ -69,6 +71,7 @@ def compare(
     *,
     shape: Callable[[np.random.Generator], Tree] | None = any_tree,
     change: str = "",
+    repeats: int = 1,
     shared: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -80,10 +83,11 @@ def compare(
         params: of each, as `SamplingParams` takes them; `bad` are sequences of tokens that are forbidden.
         shape: of each draft; None: the heads draft.
         change: a key of CHANGES.
+        repeats: how often each prompt says the same.
         shared: options of both engines.
         options: of the engine with trees.
     """
-    prompts = random_prompts(np.random.default_rng(3), lengths)
+    prompts = [repeats * prompt for prompt in random_prompts(np.random.default_rng(3), lengths)]
     shared = shared or {}
     plain = answers(engine(model, **shared), prompts, sampling(params))
     limit = options.get("max_model_len", 512)
@@ -104,16 +108,18 @@ def compare(
         if shape is not None:
             stack.enter_context(drafting(oracle))
         trees.runner.medusa_report(reset=True)
+        trees.runner.learning.trust = Trust()
         said = answers(trees, prompts, sampling(params))
     assert trees.free_blocks == free, "blocks are not given back"
     return {
         "differences": differences(plain, said),
         "length": steps.length,
         "report": trees.runner.medusa_report(),
+        "reach": reach.values().tolist() if (reach := trees.runner.learning.reach) else None,
         "checked": oracle.checked,
         "below_root": oracle.below_root,
         "preempted": len(preempted),
-        "widths": (trees.runner.widths, scheduler.dynamic_sd_lookup),
+        "widths": (trees.runner.learning.widths, scheduler.dynamic_sd_lookup),
         "plain": [tokens for tokens, _ in plain],
         "replays": getattr(trees.runner.cudagraph_manager, "replays", 0),
         "filled": getattr(trees.runner.cudagraph_manager, "filled", 0),
@@ -165,11 +171,13 @@ def flat_positions(engine: Engine) -> Any:
     return _replaced(trees, "lay", flat)
 
 
-def no_history(engine: Engine) -> Any:
+@contextmanager
+def no_history(_: Engine) -> Iterator[None]:
     """A fault: processors do not see the tokens of a node's path."""
     from vllm_medusa.host.v2 import sampling
 
-    return _replaced(sampling, "_reads_history", lambda *_: False)
+    with _replaced(sampling, "_reads_history", lambda *_: False), _replaced(sampling, "ROWS_OF_A_ROUND", 0):
+        yield
 
 
 def small_parts(engine: Engine) -> Any:
@@ -396,6 +404,29 @@ def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]
         except MedusaError as error:
             messages.append(str(error))
     return messages
+
+
+def mismatch(model: Path, heads: Path, checked: str, found: str) -> str:
+    """The error of a worker whose process reads `found` from the variable by which settings were `checked`."""
+    from vllm import envs
+
+    from vllm_medusa.host import tree_worker
+    from vllm_medusa.host.choice import VARIABLE
+
+    envs.disable_envs_cache()  # a process that serves keeps what it has read
+    check = tree_worker.check_runner
+
+    def elsewhere(config: Any) -> Any:
+        os.environ[VARIABLE] = found
+        return check(config)
+
+    before = os.environ[VARIABLE]
+    os.environ[VARIABLE] = checked
+    try:
+        with _replaced(tree_worker, "check_runner", elsewhere):
+            return refusals(model, heads, [{}])[0]
+    finally:
+        os.environ[VARIABLE] = before
 
 
 __all__ = ["NODES"]

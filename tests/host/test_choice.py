@@ -71,10 +71,10 @@ def test_a_users_own_ngram_is_not_ours() -> None:
         ({"enable_batch_sharded_sampling": True}, {}, "enable_batch_sharded_sampling=True"),
         ({"watermark_config": {"key": 1}}, {}, "watermark_config="),
         ({"enable_trace_replay": True}, {}, "enable_trace_replay=True"),
+        ({"return_sampling_mask": True}, {}, "return_sampling_mask=True"),
         ({"enable_prompt_embeds": True}, {}, "enable_prompt_embeds=True"),
         ({}, {"enable_adaptive_verification": True}, "enable_adaptive_verification=True"),
         ({}, {"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
-        ({}, {"prompt_lookup": True}, "prompt_lookup=True"),
     ],
 )
 def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: str) -> None:
@@ -85,7 +85,7 @@ def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: 
 def test_v2_takes_the_usual() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": False})
+    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": True})
 
 
 def ask_on(platform: dict[str, bool], heads: Path, patch: pytest.MonkeyPatch, **args: Any) -> tuple[Any, Any, Any]:

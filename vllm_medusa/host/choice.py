@@ -97,6 +97,3 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
     if given.get("draft_sample_method") == "probabilistic":
         fix = "Model Runner V2 drafts the likeliest tokens; choose 'greedy', or Model Runner V1"
         raise MedusaError.of("draft_sample_method", "probabilistic", fix)
-    if given.get("prompt_lookup"):
-        fix = f"texts are looked up on Model Runner V1 alone; leave it out, or set {VARIABLE}=0"
-        raise MedusaError.of("prompt_lookup", True, fix)

@@ -119,6 +119,7 @@ V2_CONTRACT = (
         "InputBatch",
         ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions"),
     ),
+    Symbol(f"{_V2}.input_batch", "InputBatch", ("seq_lens_cpu_upper_bound", "has_prefill", "num_tokens", "num_reqs")),
     Symbol(f"{_V2}.input_batch", "get_num_sampled_and_rejected", ("num_sampled", "seq_lens", "cu_num_logits")),
     Symbol(
         f"{_V2}.sample.sampler",

@@ -50,9 +50,8 @@ def create_speculative_config(
     runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
     if runner == "V2":
         refuse_on_v2(args, given)
-        given = {**given, "prompt_lookup": False}
         if given.get(WIDTHS_BY_BATCH) is not None:
-            given["adaptive"] = False  # the user has decided
+            given = {**given, "adaptive": False}  # the user has decided
     config, host_settings = MedusaConfig.parse(given, _host_keys())
     folder = locate_heads(config.model)
     heads = read_config(folder)

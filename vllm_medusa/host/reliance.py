@@ -34,6 +34,8 @@ ATTRIBUTES = (
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.draft_tokens_handler"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.speculator"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.req_states"),
+    Symbol(f"{_DEVICE}.states", "RequestState.all_token_ids"),
+    Symbol(f"{_DEVICE}.states", "RequestState.total_len"),
     Symbol(f"{_DEVICE}.sample.sampler", "Sampler.needs_logits_processing"),
     Symbol(f"{_DEVICE}.sample.thinking_budget", "ThinkingBudgetState.use_thinking_budget"),
     Symbol(f"{_DEVICE}.sample.penalties", "PenaltiesState.use_penalty"),

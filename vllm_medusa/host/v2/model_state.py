@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
 from vllm_medusa.host.v2.device_cache import DeviceTreeCache
 from vllm_medusa.host.v2.rows import RowBuffers
@@ -26,7 +27,8 @@ def with_trees(host: Any) -> Any:
         """The host's hooks around a forward pass, in the order of a step."""
 
         trees: SlotTrees
-        counts: DeviceCounts
+        counts: DeviceCounts | None = None  # set when warm-up is over
+        clock: StageClock[Any]
         tree_cache: CpuTreeCache | DeviceTreeCache | None = None
         batch: Any = None  # that runs now
 
@@ -56,11 +58,12 @@ def with_trees(host: Any) -> Any:
 
         def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
             """The host's sampler for steps without trees, the walk for the others."""
-            return sampler, TreeSampler(sampler, self.trees)
+            return sampler, TreeSampler(sampler, self.trees, self.clock)
 
         def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
             """Slots are known, attention metadata is not built yet: lay the trees over the batch."""
             super().preprocess_state(input_batch, *args, **kwargs)
+            self.clock.begin()
             self.trees.lay(input_batch)
             self.batch = input_batch
 
@@ -96,10 +99,13 @@ def with_trees(host: Any) -> Any:
             """The commit, on the stream that ran the step and will run the next."""
             super().postprocess_state(*args, **kwargs)
             step = self.trees.step
+            self.clock.mark("forward" if step is None else "walk")  # the host's own sampler is no stage of its own
             if step is not None and step.walk is not None:
                 assert self.tree_cache is not None
                 self.tree_cache.commit(step)
-            self.counts.count(self.batch, step)
+            if self.counts is not None:
+                self.counts.count(self.batch, step)
+            self.clock.mark("commit")
 
     return TreeModelState
 
