@@ -16,7 +16,7 @@ def run(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The script, as a user starts it."""
     command = [sys.executable, str(repository / "benchmarks" / "gpu_e2e.py"), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -37,3 +37,10 @@ def test_it_rehearses_on_a_cpu(repository: Path, speaker_model: Path, speaker_he
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == {"gpu": None, "same_tokens": {"eager, greedy": [2, 2], "eager, seeded": [2, 2]}, "ok": True}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(repository: Path) -> None:
+    done = run(repository, "--prompts", "4", "--batch-sizes", "1,8")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and report["ok"] and report["speed"], done.stdout[-2000:] + done.stderr[-2000:]
