@@ -35,3 +35,21 @@ class OneDevice(TorchDispatchMode):
         if function not in COPIES and len(devices) > 1:
             raise AssertionError(f"{function} gets tensors of {', '.join(sorted(devices))}")
         return function(*args, **(kwargs or {}))
+
+
+# What only looks at a tensor in another way launches nothing.
+VIEWS = {
+    *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select"),
+    *("slice", "split", "split_with_sizes", "squeeze", "t", "tensor_split", "transpose", "unbind", "unflatten"),
+    *("unsqueeze", "view"),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU would launch a kernel for (some launch more than one)."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.__name__.split(".")[0] not in VIEWS
+        return function(*args, **(kwargs or {}))

@@ -7,13 +7,14 @@ for a value fails too. Only the host's kernels are left out, and ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from one_device import ELSEWHERE, OneDevice
+from one_device import ELSEWHERE, Launches, OneDevice
 from torch import Tensor
 
 from vllm_medusa.heads.config import HeadsConfig
@@ -124,42 +125,69 @@ def test_drafts(trees: Any, fixed: Tree | None, heads_like: dict[str, Any]) -> N
     assert all(part.device == ELSEWHERE for part in drafted) and drafted.tokens.shape == (3, NODES)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_step(trees: Any, monkeypatch: pytest.MonkeyPatch, greedy: bool, at_once: bool) -> None:
-    """Trees are laid, attended to, walked, committed and counted."""
+@pytest.fixture
+def whole_step(trees: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs one step of trees, from laying them to counting what was accepted."""
     from vllm_medusa.host.v2 import counting, device_cache, sampling
     from vllm_medusa.host.v2.clock import StageClock
     from vllm_medusa.host.v2.learning import Learning
 
-    batch, moved = a_batch(), []
-    trees.lay(batch)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
+    monkeypatch.setattr(device_cache, "build_attn_metadata", lambda **_: {"layer": "the host's"})
+    monkeypatch.setattr(sampling, "get_num_sampled_and_rejected", lambda *_: (there(3), there(3)))
+    guard: Any = SimpleNamespace(watch=lambda *_: None)
+    counts = counting.DeviceCounts(trees, guard, Learning(), 5, ELSEWHERE)
+    moved: list[Any] = []
     cache = device_cache.DeviceTreeCache.__new__(device_cache.DeviceTreeCache)
     cache.rows, cache._config = trees.rows, None
     cache._movers = [[SimpleNamespace(move=lambda *slots: moved.append(slots))]]
-    monkeypatch.setattr(device_cache, "build_attn_metadata", lambda **_: {"layer": "the host's"})
-    metadata = SimpleNamespace(block_table=there(3, 7, dtype=torch.int32), max_seq_len=LONGEST)
     group = SimpleNamespace(layer_names=["layer"], kernel_block_size=16)
-    slots = there(1, batch.num_tokens)
-    tables = [there(3, 7, dtype=torch.int32)]
-    cache.attach({"layer": metadata}, batch, [[group]], tables, slots, step=trees.step, for_capture=False)
-    assert metadata.trees.num_rows == 13 and metadata.trees.others == "the host's"
-    assert metadata.trees.inputs["max_rows"] == 9
-    assert {part.device for part in metadata.trees.inputs.values() if isinstance(part, Tensor)} == {ELSEWHERE}
+    tables, logits = [there(3, 7, dtype=torch.int32)], there(14, VOCAB, dtype=torch.float32)
 
-    monkeypatch.setattr(sampling, "get_num_sampled_and_rejected", lambda *_: (there(3), there(3)))
+    def run(*, greedy: bool, invalid: Tensor | None = None) -> tuple[Any, Any, Any]:
+        batch = a_batch()
+        metadata = SimpleNamespace(block_table=there(3, 7, dtype=torch.int32), max_seq_len=LONGEST)
+        slots = there(1, batch.num_tokens)
+        trees.lay(batch)
+        cache.attach({"layer": metadata}, batch, [[group]], tables, slots, step=trees.step, for_capture=False)
+        sampler: Any = Sampler(greedy=greedy)
+        output = sampling.TreeSampler(sampler, trees, StageClock(torch.device("cpu")))(logits, batch, None, invalid)
+        cache.commit(trees.step)
+        counts.count(batch, trees.step)
+        return metadata.trees, output, moved[-1]
+
+    return run
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_step(whole_step: Any, monkeypatch: pytest.MonkeyPatch, greedy: bool, at_once: bool) -> None:
+    """Trees are laid, attended to, walked, committed and counted."""
+    from vllm_medusa.host.v2 import sampling
+
     monkeypatch.setattr(sampling.TreeSampler, "_at_once", lambda *_: at_once)
-    sampler = sampling.TreeSampler(Sampler(greedy=greedy), trees, StageClock(torch.device("cpu")))
-    output = sampler(there(14, VOCAB, dtype=torch.float32), batch, None, there(14, dtype=torch.bool))
+    attended, output, (sources, targets) = whole_step(greedy=greedy, invalid=there(14, dtype=torch.bool))
+    assert (attended.num_rows, attended.others, attended.inputs["max_rows"]) == (13, "the host's", 9)
+    assert {part.device for part in attended.inputs.values() if isinstance(part, Tensor)} == {ELSEWHERE}
     assert output.sampled_token_ids.shape == (3, NODES + 1)
+    assert sources.device == targets.device == ELSEWHERE and sources.shape == (3, NODES)
 
-    cache.commit(trees.step)
-    assert [part.device for part in moved[0]] == [ELSEWHERE] * 2 and moved[0][0].shape == (3, NODES)
 
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
-    guard: Any = SimpleNamespace(watch=lambda *_: None)
-    counting.DeviceCounts(trees, guard, Learning(), 5, ELSEWHERE).count(batch, trees.step)
+def test_launches_are_as_many_as_the_prediction_takes(
+    whole_step: Any, trees: Any, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step whose requests all take the likeliest token, without texts: docs/gpu.md tells what they cost."""
+    monkeypatch.syspath_prepend(repository / "benchmarks")
+    from gpu_step import SMALL_KERNELS
+
+    proposer, hidden = a_proposer(root_conditioned=True), there(3, HIDDEN, dtype=torch.float32)
+    trees.max_depth = 3
+    for launches in (Launches(), Launches()):  # the first one also makes what is kept
+        with torch.inference_mode(), launches:
+            whole_step(greedy=True)
+            trees.put(there(3), proposer.propose_tensors(hidden, there(3), None))
+    assert launches.count == pytest.approx(SMALL_KERNELS, rel=0.1)
 
 
 def test_a_slot_is_cleared(trees: Any) -> None:
