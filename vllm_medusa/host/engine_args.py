@@ -128,7 +128,6 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
         ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),
         ("scheduler_cls", args.scheduler_cls, (None, SCHEDULER)),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, (1,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
         ("kv_cache_dtype", args.kv_cache_dtype, ("auto",)),
         ("kv_transfer_config", args.kv_transfer_config, (None,)),

@@ -15,9 +15,11 @@ from vllm_medusa.config import rank_accuracy_of
 from vllm_medusa.cost import StepCost
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures, Learnt
+from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.scheduler import WIDTHS
 from vllm_medusa.host.startup import log_choices, logger, time_heads, time_steps
 from vllm_medusa.host.statistics import Statistics
+from vllm_medusa.host.target import part_of
 from vllm_medusa.host.v2.counting import DeviceCounts
 from vllm_medusa.host.v2.draft_tokens import TreeDraftTokensHandler
 from vllm_medusa.host.v2.model_state import with_trees
@@ -38,6 +40,7 @@ class MedusaModelRunnerV2(CPUModelRunner):
         """Build the host's runner, then put our drafter where it built the one that `method` names."""
         super().__init__(vllm_config, device)
         self.drafter = MedusaProposer(vllm_config)
+        self.drafter.part_of = part_of
         self.trees = SlotTrees(self.req_states, self.num_speculative_steps, device)
         self.speculator = MedusaSpeculator(self.drafter, self.trees)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.trees)
@@ -50,6 +53,7 @@ class MedusaModelRunnerV2(CPUModelRunner):
         """Let the host build the model's state by the name it uses, with our subclass under that name while it does."""
         build = host.init_model_state
         guard = AcceptanceGuard(self.drafter.settings.heads, logger)
+        guard.judged = not is_first_rank()
 
         def init_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
             state = build(vllm_config, model, encoder_cache, device)
