@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "text_config": {**LLAMA, "dtype": "float32"},
             "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "image_size": 32},
         },
-        "images, sound or video",
+        "language_model_only=False: of a model that takes images",
     ),
     "a KV cache quantized by the checkpoint": (
         {

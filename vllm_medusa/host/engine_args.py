@@ -149,12 +149,14 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
         ("recurrent layers", model.is_hybrid or model.is_attention_free or model.has_inner_state),
         ("attention in chunks", model.attention_chunk_size is not None),
         ("attention by distance (ALiBi)", model.uses_alibi),
-        ("images, sound or video in its prompts", model.is_multimodal_model),
     ):
         if present:
             raise MedusaError.of(
                 "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
             )
+    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
+        fix = "of a model that takes images, sound or video Medusa serves the text alone; set it to true"
+        raise MedusaError.of("language_model_only", False, fix)
 
 
 def _kv_cache_scheme(model: Any) -> Any:
