@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm_medusa.config import SETTINGS_KEY, Settings, rank_accuracy_of
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.model import Candidates, MedusaHeads
+from vllm_medusa.heads.parts import TargetPart
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.lookup import Expected
 from vllm_medusa.tree.mixture import grow_mixture
@@ -67,13 +68,18 @@ class TreeDraft:
 
 
 class MedusaProposer:
-    """Heads and tree settings of one engine; the class that the host's `custom_class` method builds."""
+    """Heads and tree settings of one engine; the class that the host's `custom_class` method builds.
+
+    Attributes:
+        part_of: what this process has of a target that it does not hold plain and whole, else None; set by the host.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         """Read our settings from the host's config (any object with `additional_config`)."""
         self.settings = Settings(**vllm_config.additional_config[SETTINGS_KEY])
         self.fixed_tree = self.settings.fixed_tree
         self.heads: MedusaHeads | None = None
+        self.part_of: Callable[[nn.Module], TargetPart | None] = lambda target_model: None
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads and tie them to the target's unembedding and embedding.
@@ -81,18 +87,15 @@ class MedusaProposer:
         Raises:
             MedusaError: the target keeps no plain `lm_head` and token embedding to share.
         """
-        unembedding, embedding = _weight(target_model, "lm_head"), _weight(target_model, "embed_tokens")
-        embedding = unembedding if embedding is None else embedding
-        unembedding = embedding if unembedding is None else unembedding
-        if unembedding is None or embedding is None:
-            raise MedusaError.of(
-                "model",
-                type(target_model).__name__,
-                "the target has neither lm_head nor embed_tokens with plain weights",
-            )
         heads = load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab)
-        heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
-        heads.bind(unembedding, embedding)
+        part = self.part_of(target_model)
+        if part is not None:
+            heads = heads.to(device=part.device, dtype=part.dtype)
+            heads.bind_part(part)
+        else:
+            unembedding, embedding = _matrices(target_model)
+            heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
+            heads.bind(unembedding, embedding)
         heads.freeze()
         self.heads = heads.eval()
         if self.settings.draft_sample_method == "probabilistic":
@@ -234,6 +237,18 @@ def _widen(draft: TreeDraft, width: int) -> TreeDraft:
         reach=wider(draft.reach, 0.0),
         sizes=draft.sizes.copy(),
     )
+
+
+def _matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Unembedding and embedding [V, H] of a target; either stands in for the other where there is but one."""
+    unembedding, embedding = _weight(model, "lm_head"), _weight(model, "embed_tokens")
+    embedding = unembedding if embedding is None else embedding
+    unembedding = embedding if unembedding is None else unembedding
+    if unembedding is None or embedding is None:
+        raise MedusaError.of(
+            "model", type(model).__name__, "the target has neither lm_head nor embed_tokens with plain weights"
+        )
+    return unembedding, embedding
 
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:

@@ -4,26 +4,27 @@ import pytest
 import torch
 
 from vllm_medusa.heads.config import HeadsConfig
-from vllm_medusa.heads.model import MedusaHeads, _largest, _product
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.products import largest, product
 
 
 @pytest.mark.parametrize("rows", [1, 4, 128, 129])
 def test_either_side_gives_the_same_product(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     left, weight = (torch.randn(n, 48, generator=generator, dtype=torch.float64) for n in (rows, 96))
-    torch.testing.assert_close(_product(left, weight), left @ weight.T, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(product(left, weight), left @ weight.T, rtol=1e-12, atol=1e-12)
 
 
 def test_batched_product() -> None:
     left, weight = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(3, 8, 16, dtype=torch.float64)
-    torch.testing.assert_close(_product(left, weight), torch.einsum("bnh,bmh->bnm", left, weight))
+    torch.testing.assert_close(product(left, weight), torch.einsum("bnh,bmh->bnm", left, weight))
 
 
 @pytest.mark.parametrize("size", [100, 1280, 1408, 4096, 49152])
 @pytest.mark.parametrize("k", [1, 7, 10])
 def test_largest_in_two_rounds_is_topk(size: int, k: int) -> None:
     scores = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size + k))
-    values, places = _largest(scores, k)
+    values, places = largest(scores, k)
     expected = scores.topk(k, dim=-1)
     torch.testing.assert_close(values, expected.values, rtol=0, atol=0)
     torch.testing.assert_close(places, expected.indices, rtol=0, atol=0)
@@ -32,9 +33,9 @@ def test_largest_in_two_rounds_is_topk(size: int, k: int) -> None:
 def test_largest_with_ties_and_all_in_one_group() -> None:
     scores = torch.zeros(1, 2560)
     scores[0, 256:266] = torch.arange(10.0) + 1
-    values, places = _largest(scores, 10)
+    values, places = largest(scores, 10)
     assert places[0].tolist() == list(range(265, 255, -1))
-    values, places = _largest(torch.zeros(1, 2560), 10)  # any ten will do, but ten different ones
+    values, places = largest(torch.zeros(1, 2560), 10)  # any ten will do, but ten different ones
     assert len(set(places[0].tolist())) == 10 and not values.any()
 
 

@@ -47,3 +47,18 @@ def test_no_folder_is_named(tmp_path: Path) -> None:
 def test_weights_without_an_embedding_are_named(tmp_path: Path) -> None:
     with pytest.raises(MedusaError, match="no embed_tokens or lm_head"):
         read_target(written(tmp_path, encoder__weight="a"))
+
+
+@pytest.mark.parametrize("part", ["qweight", "weight_packed"])
+def test_a_packed_unembedding_is_named(tmp_path: Path, part: str) -> None:
+    """The embedding must not stand in for it: heads would learn another model's tokens."""
+    tensors = {f"lm_head__{part}": "a", "lm_head__weight_scale": "b", "model__embed_tokens__weight": "c"}
+    with pytest.raises(MedusaError, match=rf"model.safetensors='lm_head.{part}': a quantized matrix"):
+        read_target(written(tmp_path, **tensors))
+
+
+def test_an_unembedding_in_bytes_is_named(tmp_path: Path) -> None:
+    tensors = {"lm_head.weight": torch.ones(6, 4, dtype=torch.int8), "model.embed_tokens.weight": ROWS["c"]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MedusaError, match=r"model.safetensors: lm_head.weight='torch.int8': a quantized matrix"):
+        read_target(tmp_path)

@@ -79,8 +79,9 @@ def start(model: Path | str, heads: Path | str | None = None, **options: Any) ->
     }
     llm = LLM(model=str(model), **{**settings, **options})
     _ALIVE.append(llm)
-    core = llm.llm_engine.engine_core.engine_core
-    return Engine(llm, core.model_executor.driver_worker.worker.model_runner)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    worker = getattr(executor, "driver_worker", None)  # several ranks have processes of their own
+    return Engine(llm, worker and worker.worker.model_runner)
 
 
 @dataclass

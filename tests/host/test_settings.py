@@ -82,11 +82,6 @@ ENGINE_BAD = {
         {"spec_tokens": 3, "_twice": True},
         "num_speculative_tokens",
     ),
-    "tensor parallel": (
-        lambda heads, tmp: {"model": str(heads)},
-        {"tensor_parallel_size": 2},
-        "tensor_parallel_size=2",
-    ),
     "kv cache dtype": (lambda heads, tmp: {"model": str(heads)}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     "own worker": (
         lambda heads, tmp: {"model": str(heads)},

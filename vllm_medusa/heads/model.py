@@ -23,9 +23,8 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads import native
 from vllm_medusa.heads.config import HeadsConfig, is_padding
 from vllm_medusa.heads.frozen import FrozenHeads
-
-_FEW_ROWS = 128
-_GROUP = 128
+from vllm_medusa.heads.parts import SharedOutputs, TargetPart
+from vllm_medusa.heads.products import largest, product
 
 
 class Candidates(NamedTuple):
@@ -94,6 +93,9 @@ class MedusaHeads(nn.Module):
         self._bound_embedding: Tensor | None = None
         self._scale: Tensor | None = None
         self._frozen: FrozenHeads | None = None
+        # Of a target that is not whole here.
+        self._part: TargetPart | None = None
+        self._shared: SharedOutputs | None = None
 
     def bind(self, unembedding: Tensor, embedding: Tensor) -> None:
         """Tie the heads to a target.
@@ -109,31 +111,53 @@ class MedusaHeads(nn.Module):
         Raises:
             MedusaError: a target of other sizes.
         """
-        config = self.config
-        vocab = unembedding.shape[0]
         for name, weight in (("lm_head", unembedding), ("embedding", embedding)):
-            fits = weight.shape[0] >= config.vocab_size or is_padding(weight.shape[0], config.vocab_size)
-            if not fits or weight.shape[1] != config.hidden_size:
-                wanted = f"the heads need [{config.vocab_size}, {config.hidden_size}]; use heads made for this target"
-                raise MedusaError.of(f"{name} of the target", list(weight.shape), wanted)
-        if config.vocab_size == 0 or config.vocab_size > vocab:
-            self._cut_to(vocab)
-            config = self.config
-        unembedding = unembedding[: config.vocab_size]
+            self._check_size(name, *weight.shape)
+        self._fit(unembedding.shape[0], unembedding.device)
+        unembedding = unembedding[: self.config.vocab_size]
         if self.unembedding is None:
             rows = unembedding if self.token_map is None else unembedding[self.token_map.to(unembedding.device)]
             self._bound_unembedding = rows.contiguous()[None]
         # Not cut: a root may be a token that was added to the target after the heads' training.
-        self._bound_embedding = embedding if config.root_conditioned else None
-        calibration = config.calibration
+        self._bound_embedding = embedding if self.config.root_conditioned else None
+        self._part = self._shared = None
+
+    def bind_part(self, part: TargetPart) -> None:
+        """The same for a target that this process does not hold plain and whole.
+
+        From now on `candidates` and logits are the same on every rank of the target, whatever the last bits of their
+        hidden rows; every rank has to ask at the same time, for as many rows.
+
+        Raises:
+            MedusaError: a target of other sizes.
+        """
+        self._check_size("lm_head", part.vocab_size, part.hidden_size)
+        self._fit(part.vocab_size, part.device)
+        self._part, self._shared = part, None
+        if self.unembedding is None:
+            token_map = None if self.token_map is None else self.token_map.to(part.device)
+            self._shared = SharedOutputs(part, token_map, self.config.num_outputs)
+
+    def _check_size(self, name: str, rows: int, width: int) -> None:
+        config = self.config
+        fits = rows >= config.vocab_size or is_padding(rows, config.vocab_size)
+        if not fits or width != config.hidden_size:
+            wanted = f"the heads need [{config.vocab_size}, {config.hidden_size}]; use heads made for this target"
+            raise MedusaError.of(f"{name} of the target", [rows, width], wanted)
+
+    def _fit(self, vocab: int, device: torch.device) -> None:
+        """Cut to the target's vocabulary, and put each head's scale on its device."""
+        if self.config.vocab_size == 0 or self.config.vocab_size > vocab:
+            self._cut_to(vocab)
+        config, calibration = self.config, self.config.calibration
         temperatures = calibration.temperatures if calibration is not None else [1.0] * config.num_heads
         scale = torch.tensor([config.logit_scale / temperature for temperature in temperatures])
-        self._scale = scale.to(unembedding.device)[None, :, None]
+        self._scale = scale.to(device)[None, :, None]
         self._frozen = None
 
     def freeze(self) -> None:
         """After `bind`, once no weight changes any more: `candidates` of few rows come from a quick copy."""
-        if FrozenHeads.suits(self):
+        if self._part is None and FrozenHeads.suits(self):
             assert self._scale is not None
             self._frozen = FrozenHeads(self, self._scale.flatten(), self._bound_embedding)
 
@@ -184,17 +208,17 @@ class MedusaHeads(nn.Module):
         shape = (hidden.shape[0], config.num_heads, config.hidden_size)
         states = hidden[:, None].expand(shape)
         if self.trunk is not None:
-            inner = _product(hidden, self.trunk.weight) + self._root_term(root_tokens) + self.trunk.bias
-            back = _product(functional.silu(inner), self.trunk.out.flatten(0, 1)).reshape(shape)
+            inner = product(hidden, self.trunk.weight) + self._root_term(root_tokens) + self.trunk.bias
+            back = product(functional.silu(inner), self.trunk.out.flatten(0, 1)).reshape(shape)
             states = states + (back + self.trunk.out_bias)
         for number, block in enumerate(self.layers):
             assert isinstance(block, _Block)
             if number == 0 and self.trunk is None:  # all heads read the same row: one plain product
-                inner = _product(hidden, block.weight.flatten(0, 1)).reshape(shape)
+                inner = product(hidden, block.weight.flatten(0, 1)).reshape(shape)
                 if self.root is not None:
                     inner = inner + self._root_term(root_tokens).reshape(shape)
             else:
-                inner = _product(states.transpose(0, 1), block.weight).transpose(0, 1)
+                inner = product(states.transpose(0, 1), block.weight).transpose(0, 1)
             if block.bias is not None:
                 inner = inner + block.bias
             states = states + functional.silu(inner)
@@ -202,64 +226,51 @@ class MedusaHeads(nn.Module):
 
     def _root_term(self, root_tokens: Tensor | None) -> Tensor:
         assert self.root is not None
-        if self._bound_embedding is None or root_tokens is None:
+        if self._part is not None and root_tokens is not None:
+            rows = self._part.embed(root_tokens)
+        elif self._bound_embedding is not None and root_tokens is not None:
+            rows = self._bound_embedding[root_tokens]
+        else:
             raise MedusaError("medusa: root-conditioned heads need bind(unembedding, embedding) and the root tokens")
-        return _product(self._bound_embedding[root_tokens], self.root.flatten(0, -2))
+        return product(rows, self.root.flatten(0, -2))
 
     def forward(self, hidden: Tensor, root_tokens: Tensor | None) -> Tensor:
         """Logits [B, K, Vd] of every head, over the draft vocabulary, without temperature. Arguments as in `states`."""
-        logits = self._logits(self.states(hidden, root_tokens))
+        states = self.states(hidden, root_tokens)
+        logits = self._shared.logits(states) if self._shared is not None else self._agreed(self._logits(states))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def candidates(self, hidden: Tensor, root_tokens: Tensor | None, k: int) -> Candidates:
         """The `k` likeliest tokens of every head. Arguments as in `states`; see `Candidates` for the result."""
         assert self._scale is not None, "bind comes first"
+        if self._shared is not None:
+            places, probabilities = self._shared.best(self.states(hidden, root_tokens), self._scale, k)
+        else:
+            places, probabilities = map(self._agreed, self._best(hidden, root_tokens, k))
+        return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
+
+    def _best(self, hidden: Tensor, root_tokens: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+        """As `candidates`, with places among the heads' outputs, by what this process holds."""
+        assert self._scale is not None, "bind comes first"
         if self._frozen is not None and self._frozen.takes(hidden):
-            places, probabilities = self._frozen.guess(hidden, root_tokens, k)
-            return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
+            return self._frozen.guess(hidden, root_tokens, k)
         logits = self._logits(self.states(hidden, root_tokens))
         rows, heads = logits.shape[:2]
         found = native.best_tokens(logits.flatten(0, 1), self._scale.flatten().repeat(rows), k)
         if found is not None:
             places, probabilities = (part.view(rows, heads, k) for part in found)
-            return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
+            return places, probabilities
         scaled = logits.to(torch.float32, memory_format=torch.contiguous_format).mul_(self._scale)
-        values, places = _largest(scaled, k)
-        probabilities = (values - scaled.logsumexp(-1, keepdim=True)).exp_()
-        return Candidates(places if self.token_map is None else self.token_map[places], probabilities)
+        values, places = largest(scaled, k)
+        return places, (values - scaled.logsumexp(-1, keepdim=True)).exp_()
 
     def _logits(self, states: Tensor) -> Tensor:
         """[B, K, Vd] from states [B, K, H], without `logit_scale`."""
         weight = self.unembedding_weight()
         if weight.shape[0] == 1:
-            return _product(states.flatten(0, 1), weight[0]).view(*states.shape[:2], -1)
-        return _product(states.transpose(0, 1), weight).transpose(0, 1)
+            return product(states.flatten(0, 1), weight[0]).view(*states.shape[:2], -1)
+        return product(states.transpose(0, 1), weight).transpose(0, 1)
 
-
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows @ weight^T: [..., N, H] and [..., M, H] give [..., N, M].
-
-    On a CPU, oneDNN packs the right matrix anew at every call. For few rows that costs more than the product, so
-    there the large matrix goes to the left (8192 x 576 in bfloat16, 4 rows: 0.6 ms in place of 1.0 on one core).
-    """
-    if rows.device.type == "cpu" and rows.shape[-2] <= _FEW_ROWS:
-        return (weight @ rows.transpose(-1, -2)).transpose(-1, -2)
-    return rows @ weight.transpose(-1, -2)
-
-
-def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and places of the k largest along the last dimension, descending.
-
-    On a CPU, in two rounds: the k largest lie in the k groups with the largest maxima, so only these are searched.
-    """
-    size = scores.shape[-1]
-    groups = size // _GROUP
-    if scores.device.type != "cpu" or size % _GROUP != 0 or groups <= k:
-        best = scores.topk(k, dim=-1)
-        return best.values, best.indices
-    grouped = scores.view(*scores.shape[:-1], groups, _GROUP)
-    chosen = grouped.amax(-1).topk(k, dim=-1, sorted=False).indices
-    members = grouped.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, _GROUP)).flatten(-2)
-    best = members.topk(k, dim=-1)
-    group = chosen.gather(-1, best.indices // _GROUP)
-    return best.values, group * _GROUP + best.indices % _GROUP
+    def _agreed(self, values: Tensor) -> Tensor:
+        """What the first rank has, where there are several."""
+        return values if self._part is None else self._part.gather(values.contiguous())[0]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from torch import Tensor
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.heads.storage import open_weights
+from vllm_medusa.heads.storage import Weights, open_weights
+
+_PLAIN = "a quantized matrix cannot be read here; name the folder of the model before it was quantized"
 
 
 def read_target(folder: str | Path) -> tuple[Tensor, Tensor]:
     """Unembedding and embedding, each [V, H], of the Hugging Face model in `folder`; one tensor twice if it ties them.
 
     Raises:
-        MedusaError: no such folder, or weights without an embedding.
+        MedusaError: no such folder, weights without an embedding, or quantized ones that are no matrix as they lie.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -29,8 +32,18 @@ def read_target(folder: str | Path) -> tuple[Tensor, Tensor]:
         if len(weights.shapes[name]) != 2 or 0 in weights.shapes[name]:
             fix = "must be a matrix, a row per token; download the model again"
             raise MedusaError.of(f"{weights.files[name]}: {name}", list(weights.shapes[name]), fix)
-    read = weights.read(embedding)
-    return (read if unembedding in (None, embedding) else weights.read(unembedding)), read
+    quantized = next((name for name in weights.shapes if re.search(r"(^|\.)lm_head\.(?!weight$|bias$)", name)), None)
+    if unembedding is None and quantized is not None:
+        raise MedusaError.of(f"{weights.files[quantized]}", quantized, _PLAIN)
+    read = _numbers(weights, embedding)
+    return (read if unembedding in (None, embedding) else _numbers(weights, unembedding)), read
+
+
+def _numbers(weights: Weights, name: str) -> Tensor:
+    read = weights.read(name)
+    if not read.is_floating_point():
+        raise MedusaError.of(f"{weights.files[name]}: {name}", str(read.dtype), _PLAIN)
+    return read
 
 
 def _named(names: dict[str, tuple[int, ...]], ending: str) -> str | None:

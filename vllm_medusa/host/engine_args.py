@@ -11,6 +11,7 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_medusa.config import DEFAULT_NODES, SETTINGS_KEY, MedusaConfig, resolve
 from vllm_medusa.errors import MedusaError
@@ -136,10 +137,16 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
         ("worker_cls", parallel.worker_cls, ("auto", worker)),
         ("scheduler_cls", args.scheduler_cls, (None, SCHEDULER)),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, (1,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
-        ("kv_cache_dtype", args.kv_cache_dtype, ("auto",)),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
+        ("enable_dbo", parallel.enable_dbo, (False,)),
+        ("ubatch_size", parallel.ubatch_size, (0,)),
+        ("kv_cache_dtype", resolve_kv_cache_dtype_string(args.kv_cache_dtype, model), ("auto",)),
+        ("quantization_config.kv_cache_scheme", _kv_cache_scheme(model), (None,)),
         ("kv_transfer_config", args.kv_transfer_config, (None,)),
+        ("kv_offloading_size", args.kv_offloading_size, (None,)),
+        ("enable_prompt_embeds", model.enable_prompt_embeds, (False,)),
+        ("runner", model.runner_type, ("generate",)),
     ):
         if value not in usual:
             raise MedusaError.of(key, value, f"not served with Medusa trees; leave it at {usual[0]!r}")
@@ -147,9 +154,20 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
         ("multi-dimensional rotary positions (M-RoPE)", model.uses_mrope),
         ("an encoder and a decoder", model.is_encoder_decoder),
         ("multi-head latent attention (MLA)", model.use_mla),
-        ("recurrent layers", model.is_hybrid or model.is_attention_free),
+        ("recurrent layers", model.is_hybrid or model.is_attention_free or model.has_inner_state),
+        ("attention in chunks", model.attention_chunk_size is not None),
+        ("attention by distance (ALiBi)", model.uses_alibi),
     ):
         if present:
             raise MedusaError.of(
                 "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
             )
+    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
+        fix = "of a model that takes images, sound or video Medusa serves the text alone; set it to true"
+        raise MedusaError.of("language_model_only", False, fix)
+
+
+def _kv_cache_scheme(model: Any) -> Any:
+    """How a checkpoint wants its keys and values quantized, if it does."""
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    return quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None

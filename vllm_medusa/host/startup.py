@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from vllm_medusa.host.ranks import agreed_seconds, is_first_rank
 from vllm_medusa.proposer import MedusaProposer
 
 logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
@@ -23,14 +24,14 @@ def time_steps(runner: Any, most: int) -> Iterator[tuple[int, float]]:
     """Seconds of the target's forward pass and unembedding at a few step sizes, `most` tokens at most.
 
     Attention and bookkeeping are missing from these times, so sizes that were never served look a little too cheap:
-    they are tried once and then known.
+    they are tried once and then known. By the first rank's clock, as all of these times.
 
     Args:
         runner: either runner of the host.
         most: tokens.
     """
     for size in _sizes(STEP_SIZES, most, runner.device):
-        yield size, min(_time_step(runner, size) for _ in range(4))
+        yield size, agreed_seconds(min(_time_step(runner, size) for _ in range(4)))
 
 
 def time_heads(
@@ -39,7 +40,7 @@ def time_heads(
     """Seconds of `propose(hidden rows, roots)` for a few numbers of requests; builds what is built on first use."""
     heads = proposer.heads
     assert heads is not None, "load_model comes first"
-    weight = heads.unembedding_weight()
+    weight = next(heads.parameters())
     for size in _sizes(HEADS_SIZES, most, weight.device):
         hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
         roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
@@ -48,7 +49,7 @@ def time_heads(
             propose(hidden, roots)
             _wait_for(weight.device)
             seconds = time.perf_counter() - began
-        yield size, seconds
+        yield size, agreed_seconds(seconds)
 
 
 def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: str) -> None:
@@ -58,6 +59,8 @@ def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: 
         proposer: heads and settings.
         runner, attention, sampler: what runs steps, checks trees and draws tokens.
     """
+    if not is_first_rank():
+        return
     settings, heads = proposer.settings, proposer.heads
     logger.info(
         "Medusa: %s of up to %d nodes%s from %d heads%s (%s); %s, tree attention by %s, %s, %s candidates.",

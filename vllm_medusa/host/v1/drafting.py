@@ -15,6 +15,7 @@ from vllm_medusa.budget import NodeBudget
 from vllm_medusa.cost import StepCost
 from vllm_medusa.host.grammar import TreeDraftTokenIds
 from vllm_medusa.host.metrics.figures import Learnt
+from vllm_medusa.host.ranks import agreed_seconds
 from vllm_medusa.host.startup import time_heads
 from vllm_medusa.host.trees import DraftBook, StepTrees
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
@@ -102,11 +103,15 @@ class Drafting:
             generators = {place: seeded[row] for place, row in enumerate(rows) if row in seeded}
         draft = self.proposer.propose(hidden, roots, temperatures, generators, expected)
         self.heads_seconds = time.perf_counter() - began
+        if self.settings.adaptive:
+            self.heads_seconds = agreed_seconds(self.heads_seconds)
         self.budget.heads_cost.observe(len(rows), self.heads_seconds)
         return draft
 
     def learn(self, trees: StepTrees, lengths: npt.NDArray[np.int64], seconds: float) -> None:
         """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
+        if self.settings.adaptive:
+            seconds = agreed_seconds(seconds)
         self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
         ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
         promised = float(trees.reach.sum())

@@ -20,8 +20,10 @@ from vllm_medusa.host.commit import find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
+from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.startup import log_choices, logger, time_steps
 from vllm_medusa.host.statistics import Statistics
+from vllm_medusa.host.target import part_of
 from vllm_medusa.host.tree_cache import TreeCache
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
@@ -53,12 +55,14 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.tree_sampler = TreeSampler(self.sampler)
         self.rejection_sampler = self.tree_sampler
         self._all_logits_processors()
+        self.drafter.part_of = part_of
         if self.drafter.settings.draft_sample_method == "probabilistic":
             self.tree_sampler.judge_proposals()
         self.drafting = Drafting(self, self.drafter)
         self.book = self.drafting.book
         self.statistics = Statistics()
         self.guard = AcceptanceGuard(self.drafter.settings.heads, logger)
+        self.guard.judged = not is_first_rank()
         self.trees: StepTrees | None = None
         self.tree_cache: TreeCache | None = None
         self._started = 0.0

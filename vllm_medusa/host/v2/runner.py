@@ -14,9 +14,11 @@ from vllm.v1.worker.gpu import model_runner as host
 from vllm_medusa.config import rank_accuracy_of
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
+from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.scheduler import WIDTHS
 from vllm_medusa.host.startup import log_choices, logger, time_heads, time_steps
 from vllm_medusa.host.statistics import Statistics
+from vllm_medusa.host.target import part_of
 from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
 from vllm_medusa.host.v2.device_cache import DeviceTreeCache
@@ -41,6 +43,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
         """Build the host's runner, then put our drafter where it built the one that `method` names."""
         super().__init__(vllm_config, device)
         self.drafter = MedusaProposer(vllm_config)
+        self.drafter.part_of = part_of
         self.trees = SlotTrees(self.req_states, self.num_speculative_steps, device)
         self.clock: StageClock[StepSize] = StageClock(device)
         self.speculator = MedusaSpeculator(self.drafter, self.trees, self.clock)
@@ -53,6 +56,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
         """Let the host build the model's state by the name it uses, with our subclass under that name while it does."""
         build = host.init_model_state
         guard = AcceptanceGuard(self.drafter.settings.heads, logger)
+        guard.judged = not is_first_rank()
 
         def init_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
             state = build(vllm_config, model, encoder_cache, device)
