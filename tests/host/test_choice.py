@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,42 +89,44 @@ def test_v2_takes_the_usual() -> None:
     refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": True})
 
 
-def ask_on(platform: dict[str, bool], heads: Path, patch: pytest.MonkeyPatch, **args: Any) -> tuple[Any, Any, Any]:
-    """Engine arguments, parallel config and what the host was given to build from, on a platform of this kind."""
+Ask = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture
+def ask_on(tiny_model: Path, tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """On a platform of this kind: the parallel config, and what the host was given to build from."""
+    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_medusa.host import engine_args
 
-    kinds = {"is_cpu": False, "is_cuda": False, **platform}
-    fake = SimpleNamespace(device_name="a device", **{name: (lambda said=said: said) for name, said in kinds.items()})
-    patch.setattr(engine_args, "current_platform", fake)
-    patch.setattr(engine_args, "HAS_TRITON", True)
-    given = EngineArgs(model="any", speculative_config={"method": "medusa", "model": str(heads)}, **args)
-    model = SimpleNamespace(model="any", get_hidden_size=lambda: 128, get_vocab_size=lambda: 160)
-    for name in ("uses_mrope", "is_encoder_decoder", "use_mla", "is_hybrid", "is_attention_free"):
-        setattr(model, name, False)
-    parallel = SimpleNamespace(
-        worker_cls="auto", pipeline_parallel_size=1, tensor_parallel_size=1, decode_context_parallel_size=1
-    )
-    built = engine_args.create_speculative_config(
-        lambda args, *_: dict(args.speculative_config), given, model, parallel
-    )
-    return given, parallel, built
+    def ask(**platform: bool) -> tuple[Any, Any]:
+        medusa = {"method": "medusa", "model": str(tiny_heads)}
+        given = EngineArgs(model=str(tiny_model), skip_tokenizer_init=True, speculative_config=medusa)
+        model, parallel = given.create_model_config(), ParallelConfig()
+        kinds = {"is_cpu": False, "is_cuda": False, **platform}
+        answers = {name: (lambda said=said: said) for name, said in kinds.items()}
+        monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(device_name="a device", **answers))
+        monkeypatch.setattr(engine_args, "HAS_TRITON", True)
+        create = engine_args.create_speculative_config
+        return parallel, create(lambda args, *_: dict(args.speculative_config), given, model, parallel)
+
+    return ask
 
 
-def test_a_gpu_gets_its_worker_and_v2(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, parallel, built = ask_on({"is_cuda": True}, tiny_heads, monkeypatch)
+def test_a_gpu_gets_its_worker_and_v2(ask_on: Ask) -> None:
+    parallel, built = ask_on(is_cuda=True)
     assert built["method"] == METHODS["V2"] and "num_speculative_tokens_per_batch_size" in built
     worker = resolve_obj_by_qualname(parallel.worker_cls)
     assert issubclass(worker, Worker) and not issubclass(worker, CPUWorker)
 
 
-def test_a_cpu_gets_its_own(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, parallel, built = ask_on({"is_cpu": True}, tiny_heads, monkeypatch)
+def test_a_cpu_gets_its_own(ask_on: Ask) -> None:
+    parallel, built = ask_on(is_cpu=True)
     assert built["method"] == METHODS["V1"]
     assert issubclass(resolve_obj_by_qualname(parallel.worker_cls), CPUWorker)
 
 
-def test_other_platforms_are_refused(tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platforms_are_refused(ask_on: Ask) -> None:
     with pytest.raises(MedusaError, match="platform 'a device': trees are served on CPUs and NVIDIA GPUs"):
-        ask_on({}, tiny_heads, monkeypatch)
+        ask_on()
