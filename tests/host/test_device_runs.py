@@ -173,6 +173,25 @@ def test_texts_are_looked_up(ask: Ask) -> None:
     assert report["lookup_odds"] != list(FIRST_ODDS), "what came true is learnt"
 
 
+def test_the_noise_is_the_samplers(ask: Ask) -> None:
+    """What the heads' logits become, the host's sampler takes the largest of: of all tokens, and of a few."""
+    assert ask("noise", pair=()) == []
+
+
+def test_candidates_are_drawn_by_the_targets_noise(ask: Ask) -> None:
+    """Heads that know which 32 tokens are asked for, and nothing else: the likeliest of these, whichever, would bring 1.15
+    tokens a step. Tokens under a seed are plain decoding's; nothing waits; greedy requests take the likeliest."""
+    some = {"max_tokens": 16, "logit_bias": dict.fromkeys(range(20, 52), 60.0)}
+    params = [{"temperature": 2.0, "seed": 3, **some}, {"temperature": 1.5, "seed": 8, "top_p": 0.9, **some}]
+    medusa = {"draft_sample_method": "probabilistic", "prompt_lookup": False}
+    run = ask("compare", [9, 20], params, shape=None, medusa=medusa, change="flat_heads", is_async=True)
+    assert run["differences"] == [] and run["length"] > 1.4
+    assert run["report"]["accepted_by_depth"][1] > 0, "each head draws by the noise of its own place"
+    mixed = [*greedy(1, 5), *seeded(1, 5)]
+    run = ask("compare", [9, 20], mixed, shape=None, medusa=medusa, change="watched", is_async=True)
+    assert run["differences"] == []
+
+
 @pytest.mark.parametrize("tree", ["dynamic", "chain"])
 def test_nothing_waits_for_the_device(ask: Ask, tree: str) -> None:
     """In draft, walk and what leads to the commit: no value of a tensor decides on the host."""
@@ -276,7 +295,6 @@ def test_settings_for_the_other_runner_are_refused(ask: Ask, checked: str, found
 def test_what_is_refused(ask: Ask) -> None:
     """By name, before any weights load."""
     cases: dict[str, dict[str, Any]] = {
-        "draft_sample_method='probabilistic'": {"medusa": {"draft_sample_method": "probabilistic"}},
         "return_sampling_mask=True": {"return_sampling_mask": True},
         "enable_trace_replay=True": {"enable_trace_replay": True},
     }
