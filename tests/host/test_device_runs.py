@@ -179,8 +179,8 @@ def test_the_noise_is_the_samplers(ask: Ask) -> None:
 
 
 def test_candidates_are_drawn_by_the_targets_noise(ask: Ask) -> None:
-    """Heads that know which 32 tokens are asked for, and nothing else: the likeliest of these, whichever, would bring 1.15
-    tokens a step. Tokens under a seed are plain decoding's; nothing waits; greedy requests take the likeliest."""
+    """Heads that know which 32 tokens are asked for, and nothing else, would bring 1.15 tokens a step by the likeliest
+    of these. Tokens under a seed are plain decoding's; nothing waits; greedy requests take the likeliest."""
     some = {"max_tokens": 16, "logit_bias": dict.fromkeys(range(20, 52), 60.0)}
     params = [{"temperature": 2.0, "seed": 3, **some}, {"temperature": 1.5, "seed": 8, "top_p": 0.9, **some}]
     medusa = {"draft_sample_method": "probabilistic", "prompt_lookup": False}

@@ -22,7 +22,7 @@ from torch import Tensor
 from vllm_medusa.heads.model import Candidates, MedusaHeads
 
 # Logits float32 [B, K, Vd] and the tokens int64 [Vd] of their places (None: the places) to logits / T + g; where T = 0
-# to the logits.
+# to the logits. It may write over what it is handed.
 Perturb = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -40,7 +40,7 @@ def coupled_candidates(
     """
     drawn = perturb(heads(hidden, roots).to(torch.float32), heads.token_map)
     asked = temperatures[:, None, None]
-    drawn = drawn * (asked.where(asked > 0, 1.0) / (asked.square() + heads.temperatures.square()).sqrt())
+    drawn.mul_(asked.where(asked > 0, 1.0) / (asked.square() + heads.temperatures.square()).sqrt())
     values, places = drawn.topk(k, dim=-1)
     probabilities = (values - drawn.logsumexp(-1, keepdim=True)).exp()
     return Candidates(places if heads.token_map is None else heads.token_map[places], probabilities)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
@@ -16,7 +15,6 @@ BLOCK = 1024
 @triton.jit
 def _perturb(
     logits_ptr,
-    out_ptr,
     tokens_ptr,  # None: a place is a token
     slots_ptr,
     positions_ptr,
@@ -46,7 +44,7 @@ def _perturb(
         IS_DRAFTING=False,
         USE_FP64=FP64,
     )
-    tl.store(out_ptr + row * vocab + place, drawn.to(tl.float32), mask=inside)
+    tl.store(logits_ptr + row * vocab + place, drawn.to(tl.float32), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,14 @@ class SharedNoise:
     fp64: bool
 
     def __call__(self, logits: Tensor, tokens: Tensor | None) -> Tensor:
-        """As `heads.coupling.Perturb`."""
+        """As `heads.coupling.Perturb`, in place where that can be."""
         logits = logits.contiguous()
         batch, num_heads, vocab = logits.shape
-        out = torch.empty_like(logits)
         kernel: Any = _perturb[(batch * num_heads, triton.cdiv(vocab, BLOCK))]
         kernel(
-            *(logits, out, tokens, self.slots, self.positions, self.temperatures, self.seeds),
+            *(logits, tokens, self.slots, self.positions, self.temperatures, self.seeds),
             *(num_heads, vocab),
             SIZE=BLOCK,
             FP64=self.fp64,
         )
-        return out
+        return logits
