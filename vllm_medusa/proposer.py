@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm_medusa.config import SETTINGS_KEY, Settings, rank_accuracy_of
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.coupling import Perturb, coupled_candidates
 from vllm_medusa.heads.model import Candidates, MedusaHeads
 from vllm_medusa.heads.parts import TargetPart
 from vllm_medusa.tree.growth import grow_static
@@ -143,15 +144,26 @@ class MedusaProposer:
         return TreeDraft(expected.tokens, parents, ranks, expected.reach, sizes)
 
     @torch.inference_mode()
-    def propose_tensors(self, hidden: Tensor, roots: Tensor, expected: TensorExpected | None = None) -> TensorTrees:
+    def propose_tensors(
+        self,
+        hidden: Tensor,
+        roots: Tensor,
+        expected: TensorExpected | None = None,
+        temperatures: Tensor | None = None,
+        perturb: Perturb | None = None,
+    ) -> TensorTrees:
         """As `propose`, for a host that keeps drafts on the device: all nodes, without waiting.
 
         Args:
             hidden, roots: as in `propose`.
             expected: what the requests' own texts expect next; joins trees that are grown. None: the heads alone.
+            temperatures, perturb: as in `coupled_candidates`, the target's noise; None: the likeliest candidates.
         """
         assert self.heads is not None, "load_model comes first"
-        tokens, probabilities = self.heads.candidates(hidden, roots, self.top_k)
+        if temperatures is None or perturb is None:
+            tokens, probabilities = self.heads.candidates(hidden, roots, self.top_k)
+        else:
+            tokens, probabilities = coupled_candidates(self.heads, hidden, roots, self.top_k, temperatures, perturb)
         nodes = self.settings.num_speculative_tokens
         if self.fixed_tree is None:
             return grow_trees(tokens, probabilities, nodes, expected)

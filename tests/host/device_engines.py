@@ -66,7 +66,7 @@ class DeviceOracle:
         self.misses = 0.2
         self.drafted = self.checked = self.below_root = 0
 
-    def __call__(self, slots: Any, hidden: Any, roots: Any, expected: Any) -> Any:
+    def __call__(self, slots: Any, hidden: Any, roots: Any, *_: Any) -> Any:
         """Stand in for the speculator's `_draft`."""
         from vllm_medusa.tree.tensors import TensorTrees
 

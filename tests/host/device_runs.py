@@ -10,6 +10,7 @@ from typing import Any
 
 import interpreter
 import numpy as np
+import torch
 from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
@@ -260,9 +261,20 @@ def padded(engine: Engine) -> Any:
     return _replaced(engine.llm.llm_engine.engine_core.engine_core.scheduler, "dynamic_sd_lookup", None)
 
 
+def flat_heads(engine: Engine) -> Any:
+    """Heads that know which tokens are asked for (20 to 51) and nothing else."""
+    heads = engine.runner.drafter.heads
+    known = (torch.arange(heads.config.num_outputs) >= 20) & (torch.arange(heads.config.num_outputs) < 52)
+    logits = torch.where(known, 60.0, 0.0)
+    return _replaced(heads, "forward", lambda hidden, _: logits.expand(len(hidden), heads.config.num_heads, -1))
+
+
 CHANGES = {"": unchanged} | {
     f.__name__: f
-    for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded, old_rows, old_context)
+    for f in (
+        *(no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded, old_rows, old_context),
+        flat_heads,
+    )
 }
 
 
@@ -381,6 +393,32 @@ def refuses_attention(model: Path, heads: Path) -> str:
     except MedusaError as refusal:
         return str(refusal)
     return "serves"
+
+
+def noise() -> list[str]:
+    """Where the largest of perturbed logits is not what the host's sampler draws."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from vllm_medusa.host.v2.noise import SharedNoise
+
+    torch.manual_seed(0)
+    slots, roots = torch.tensor([3, 0, 2]), torch.tensor([17, 4, 900])
+    temperatures = torch.tensor([0.7, 1.0, 0.0, 2.5])
+    seeds, heads, vocab = torch.randint(1 << 62, (4,)), 3, 1500
+    logits = 2 * torch.randn(len(slots), heads, vocab)
+    of_row, positions = slots.repeat_interleave(heads), (roots[:, None] + torch.arange(heads)).flatten()
+    wrong = []
+    for fp64 in (False, True):
+        perturb = SharedNoise(slots, roots, temperatures, seeds, fp64)
+        for tokens in (torch.arange(vocab), torch.randperm(vocab)[:300].sort().values):
+            few = torch.full_like(logits, -torch.inf)
+            few[..., tokens] = logits[..., tokens]
+            options = {"apply_temperature": True, "is_drafting": False, "use_fp64": fp64}
+            drawn = gumbel_sample(few.flatten(0, 1), of_row, temperatures, seeds, positions, **options)
+            found = perturb(logits[..., tokens], None if len(tokens) == vocab else tokens).argmax(-1)
+            if tokens[found].flatten().tolist() != drawn.tolist():
+                wrong.append(f"{len(tokens)} tokens, float64: {fp64}: {tokens[found].tolist()}, {drawn.tolist()}")
+    return wrong
 
 
 def contract() -> list[str]:

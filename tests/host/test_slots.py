@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_medusa.host.v2.slots import SlotTrees
+from vllm_medusa.tree.tensor_lookup import TensorLookups
 from vllm_medusa.tree.tensors import TensorTrees
 
 # cat (sat, ran), dog (away)            the same, smaller
@@ -94,6 +95,24 @@ def test_a_new_request_has_nothing_of_the_old_one() -> None:
     lay(trees, batch)
     assert trees.step is not None and trees.step.parents.tolist() == [[-1] * 5]
     assert batch.positions.tolist() == [20] * 6 and not trees.step.ancestors.any()
+
+
+def test_nothing_is_learnt_from_the_text_of_the_request_before() -> None:
+    trees = slot_trees()
+    trees.lookups = TensorLookups(6, 5, torch.device("cpu"))
+    states, slots = trees._req_states, torch.tensor([4])
+    states.all_token_ids = SimpleNamespace(gpu=torch.tensor([[0] * 8] * 4 + [[1, 2, 3, 1, 2, 3, 1, 2]] + [[0] * 8]))
+    states.total_len = SimpleNamespace(gpu=torch.tensor([0, 0, 0, 0, 4, 0]))
+    before = trees.lookups.odds()
+    for reused in (True, False):
+        states.total_len.gpu[4] = 4
+        expected = trees.expected(slots, 4)
+        assert expected is not None and expected.tokens.tolist() == [[2, 3, 1, 2, 3]]
+        if reused:
+            trees.clear(4)
+        states.total_len.gpu[4] = 8
+        trees.expected(slots, 8)
+        assert (trees.lookups.odds() == before) == reused
 
 
 def test_buffers_stay_where_they_are() -> None:

@@ -189,6 +189,12 @@ class MedusaHeads(nn.Module):
         assert self._bound_unembedding is not None
         return self._bound_unembedding
 
+    @property
+    def temperatures(self) -> Tensor:
+        """float32 [1, K, 1], calibrated, by which `forward`'s logits are divided; 1 without calibration."""
+        assert self._scale is not None, "bind comes first"
+        return self.config.logit_scale / self._scale
+
     def embedding_rms(self) -> float:
         """Root mean square of the bound embedding's entries."""
         assert self._bound_embedding is not None, "bind root-conditioned heads first"

@@ -94,6 +94,3 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
         raise MedusaError.of(
             "enable_adaptive_verification", True, "Model Runner V2 cuts trees by its own rules then; leave it out"
         )
-    if given.get("draft_sample_method") == "probabilistic":
-        fix = "Model Runner V2 drafts the likeliest tokens; choose 'greedy', or Model Runner V1"
-        raise MedusaError.of("draft_sample_method", "probabilistic", fix)

@@ -110,7 +110,7 @@ V2_CONTRACT = (
     Symbol(
         f"{_V2}.spec_decode.speculator",
         "BaseSpeculator.propose",
-        ("input_batch", "last_hidden_states", "last_sampled", "dummy_run", "num_speculative_tokens"),
+        ("last_hidden_states", "last_sampled", "temperature", "seeds", "dummy_run", "num_speculative_tokens"),
     ),
     Symbol(f"{_V2}.spec_decode.utils", "DraftTokensHandler.set_draft_tokens", ("input_batch", "draft_tokens")),
     Symbol(f"{_V2}.spec_decode.rejection_sampler", "get_max_chunk_logits", ("vocab_size",)),
@@ -128,6 +128,7 @@ V2_CONTRACT = (
     ),
     Symbol(f"{_V2}.sample.sampler", "Sampler.get_logprobs_dims", ("idx_mapping_np",)),
     Symbol(f"{_V2}.sample.logprob", "compute_topk_scores", ("cu_num_logits", "logprob_token_ids_state")),
+    Symbol(f"{_V2}.sample.gumbel", "gumbel_noised_argmax"),  # a kernel: its parameters cannot be asked for
     Symbol(f"{_V2}.sample.output", "SamplerOutput", ("sampled_token_ids", "num_sampled", "num_rejected")),
     Symbol(f"{_V2}.sample.penalties", "PenaltiesState"),
     Symbol(f"{_V2}.sample.bad_words", "BadWordsState"),

@@ -46,7 +46,8 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
         self.drafter.part_of = part_of
         self.trees = SlotTrees(self.req_states, self.num_speculative_steps, device)
         self.clock: StageClock[StepSize] = StageClock(device)
-        self.speculator = MedusaSpeculator(self.drafter, self.trees, self.clock)
+        fp64_noise = self.model_config.use_fp64_gumbel
+        self.speculator = MedusaSpeculator(self.drafter, self.trees, self.clock, fp64_noise=fp64_noise)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.trees)
         self.learning = Learning()
         self._widths_sent: list[int] | None = None

@@ -109,6 +109,12 @@ class SlotTrees:
         if self.lookups is not None:
             self.lookups.clear(slot)
 
+    @property
+    def lengths(self) -> Tensor:
+        """int32 [slots], tokens of each slot's text, those of this step included once they are drawn."""
+        lengths: Tensor = self._req_states.total_len.gpu
+        return lengths
+
     def expected(self, slots: Tensor, longest: int) -> TensorExpected | None:
         """What the texts of `slots` (int64 [R]) expect next, the tokens of this step included; None: nobody asks.
 
@@ -120,8 +126,7 @@ class SlotTrees:
         """
         if self.lookups is None:
             return None
-        states = self._req_states
-        return self.lookups.follow(states.all_token_ids.gpu, states.total_len.gpu, slots, longest)
+        return self.lookups.follow(self._req_states.all_token_ids.gpu, self.lengths, slots, longest)
 
     def lay(self, batch: Any) -> None:
         """Lay the scheduled trees over the host's batch, and give nodes their depth as position.

@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_medusa.host.v2.clock import StageClock
+from vllm_medusa.host.v2.noise import SharedNoise
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.tensor_lookup import TensorExpected
@@ -18,12 +19,12 @@ from vllm_medusa.tree.tensors import TensorTrees
 class MedusaSpeculator(BaseSpeculator):
     """Stands where the host has its drafter."""
 
-    draft_logits = None  # nodes are the heads' likeliest tokens
+    draft_logits = None  # nodes are tokens, whatever they were guessed from
     supports_mm_inputs = False
 
-    def __init__(self, proposer: MedusaProposer, trees: SlotTrees, clock: StageClock[Any]) -> None:
-        """Draft with `proposer` into `trees`, telling the `clock`."""
-        self.proposer, self.trees, self.clock = proposer, trees, clock
+    def __init__(self, proposer: MedusaProposer, trees: SlotTrees, clock: StageClock[Any], *, fp64_noise: bool) -> None:
+        """Draft with `proposer` into `trees`, telling the `clock`; `fp64_noise`: so does the host's sampler draw."""
+        self.proposer, self.trees, self.clock, self.fp64_noise = proposer, trees, clock, fp64_noise
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """The heads are a few products after the step: no graphs of their own."""
@@ -41,6 +42,9 @@ class MedusaSpeculator(BaseSpeculator):
         num_sampled: Tensor,
         num_rejected: Tensor,
         last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
         *args: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
@@ -52,9 +56,11 @@ class MedusaSpeculator(BaseSpeculator):
             input_batch: the host's batch of R requests.
             last_hidden_states: [tokens of the step, H], after the final norm.
             last_sampled: int64 [slots, 1], the last token of each request.
+            temperature: float32 [slots], seeds: int64 [slots], by which the host's sampler draws.
             dummy_run: nothing was computed for anybody.
             num_speculative_tokens: how many nodes the host will check; it cuts.
-            attn_metadata, slot_mappings, aux_hidden_states, num_sampled, num_rejected, args, kwargs: unused.
+            attn_metadata, slot_mappings, aux_hidden_states, num_sampled, num_rejected, next_prefill_tokens: unused.
+            args, kwargs: unused.
 
         Returns:
             int64 [R, N], node tokens. What stands there for a prompt that is not computed to its end is never checked.
@@ -70,11 +76,23 @@ class MedusaSpeculator(BaseSpeculator):
             rows = step.first_token + walk.rows.gather(1, walk.lengths[:, None] - 1)[:, 0]
         known = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(slots)]  # without the step's last token
         expected = self.trees.expected(slots, int(known.max()) + 1)
-        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0], expected)
+        noise = None
+        if self.proposer.settings.draft_sample_method == "probabilistic":
+            roots = self.trees.lengths[slots].to(torch.int64) - 1
+            noise = SharedNoise(slots, roots, temperature, seeds, self.fp64_noise)
+        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0], expected, noise)
         self.trees.put(slots, drafted)
         self.clock.mark("propose")
         return drafted.tokens
 
-    def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor, expected: TensorExpected | None) -> TensorTrees:
-        """Trees for `slots` (int64 [R]), from their hidden rows [R, H], root tokens int64 [R] and texts."""
-        return self.proposer.propose_tensors(hidden, roots, expected)
+    def _draft(
+        self,
+        slots: Tensor,
+        hidden: Tensor,
+        roots: Tensor,
+        expected: TensorExpected | None,
+        noise: SharedNoise | None,
+    ) -> TensorTrees:
+        """Trees for `slots` (int64 [R]), from their hidden rows [R, H], root tokens int64 [R], texts and noise."""
+        temperatures = None if noise is None else noise.temperatures[slots]
+        return self.proposer.propose_tensors(hidden, roots, expected, temperatures, noise)
