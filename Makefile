@@ -10,7 +10,7 @@ NATIVE_HEADS ?=
 comma := ,
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help venv demo test test-fast test-long check coverage heads bench gpu-check clean
+.PHONY: help venv demo test test-fast test-long check coverage heads bench gpu-check gpu-e2e clean
 
 help:
 	@echo "make demo        plain vLLM against Medusa trees on SmolLM2 (JSON=out.json writes the figures)"
@@ -22,6 +22,7 @@ help:
 	@echo "make coverage    lines and branches of the core that test-fast runs; fails under 95 %"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA) (NATIVE_HEADS=DIR adds native-chain)"
 	@echo "make gpu-check   on a machine with a GPU, torch and triton, nothing installed: are our kernels right, how fast (JSON)"
+	@echo "make gpu-e2e     on a machine with a GPU, vLLM and this package: a model's tokens and speed, plain and with trees (JSON)"
 	@echo "make heads       train the bundled heads again, into out/, from DATA=$(DATA) (about two hours on two cores)"
 	@echo "make clean       remove caches and build output, keep $(VENV)"
 
@@ -99,6 +100,10 @@ bench: $(STAMP)
 # Needs no .venv and no network: the machine's own Python, with torch and triton.
 gpu-check:
 	@$(or $(PYTHON),python3) benchmarks/gpu_check.py $(ARGS)
+
+# Needs the machine's own vLLM with CUDA, and this package beside it: pip install --no-deps .
+gpu-e2e:
+	@$(or $(PYTHON),python3) benchmarks/gpu_e2e.py $(ARGS)
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

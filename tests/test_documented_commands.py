@@ -40,6 +40,10 @@ RUN_ELSEWHERE = {
         "attention/test_gpu_check.py::test_without_a_gpu_it_says_so",
         "attention/test_gpu_check.py::test_small_cases_in_the_interpreter",
     ],
+    r"make gpu-e2e( ARGS=--rehearse)?|pip install --no-deps \.": [
+        "host/test_gpu_e2e.py::test_without_a_gpu_it_says_so",
+        "host/test_gpu_e2e.py::test_it_rehearses_on_a_cpu",
+    ],
     r"make test-long": ["host/test_request_shapes.py::test_every_shape_is_answered_as_in_plain_decoding"],
     r"make venv( VENV=\S+)?": ["packaging/test_makefile.py::test_no_python_is_one_readable_error"],
     r"vllm serve MODEL --speculative-config '\{.*\}'": ["examples/test_serve.py::test_chat"],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.cost import StepCost
-from vllm_medusa.widths import best_widths, first_ranges, width_grid
+from vllm_medusa.widths import DOUBT, MEMORY, MeasuredReach, best_widths, first_ranges, width_grid
 
 
 @given(st.integers(1, 128), st.integers(1, 300), st.integers(0, 2**32 - 1))
@@ -38,6 +38,21 @@ def test_load_takes_nodes_away() -> None:
     widths = best_widths(cost, heads, [0.5**depth for depth in range(1, 9)], width_grid(8), 64)
     assert widths[1] == 8 and widths[64] == 0
     assert widths == sorted(widths, reverse=True)
+
+
+def test_reach_is_what_serving_shows() -> None:
+    """Places that no tree has shown stay as calibrated; what was seen long ago fades."""
+    reach = MeasuredReach([0.5, 0.25, 0.125])
+    assert reach.values().tolist() == [0.5, 0.25, 0.125]
+    for _ in range(1000):
+        reach.learn([9, 1, 0], [10, 10, 0])
+    assert reach.values().tolist() == pytest.approx([0.9, 0.1, 0.125], abs=0.01)
+    half = int(MEMORY / 2)
+    reach.learn([0, half, 0], [half, half, 0])
+    assert reach.values().tolist() == pytest.approx([0.6, 0.4, 0.125], abs=0.01)
+    doubted = MeasuredReach([1.0])
+    doubted.learn([0], [int(DOUBT)])
+    assert doubted.values().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 32, 63, 128])

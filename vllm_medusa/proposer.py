@@ -20,7 +20,9 @@ from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.lookup import Expected
 from vllm_medusa.tree.mixture import grow_mixture
 from vllm_medusa.tree.rejection import draw_children
-from vllm_medusa.tree.tensors import TensorTrees, fill_tree, grow_trees
+from vllm_medusa.tree.tensor_growth import grow_trees
+from vllm_medusa.tree.tensor_lookup import TensorExpected
+from vllm_medusa.tree.tensors import TensorTrees, fill_tree
 from vllm_medusa.tree.topology import Tree
 
 Ints = npt.NDArray[np.int64]
@@ -141,18 +143,19 @@ class MedusaProposer:
         return TreeDraft(expected.tokens, parents, ranks, expected.reach, sizes)
 
     @torch.inference_mode()
-    def propose_tensors(self, hidden: Tensor, roots: Tensor) -> TensorTrees:
-        """As `propose`, for a host that keeps drafts on the device: all nodes, from the heads alone, without waiting.
+    def propose_tensors(self, hidden: Tensor, roots: Tensor, expected: TensorExpected | None = None) -> TensorTrees:
+        """As `propose`, for a host that keeps drafts on the device: all nodes, without waiting.
 
         Args:
             hidden, roots: as in `propose`.
+            expected: what the requests' own texts expect next; joins trees that are grown. None: the heads alone.
         """
         assert self.heads is not None, "load_model comes first"
         tokens, probabilities = self.heads.candidates(hidden, roots, self.top_k)
         nodes = self.settings.num_speculative_tokens
         if self.fixed_tree is None:
-            return grow_trees(tokens, probabilities, nodes)
-        return fill_tree(self.fixed_tree, tokens, nodes)
+            return grow_trees(tokens, probabilities, nodes, expected)
+        return fill_tree(self.fixed_tree, tokens, probabilities, nodes)
 
     @property
     def max_depth(self) -> int:

@@ -10,6 +10,38 @@ import numpy.typing as npt
 from vllm_medusa.cost import StepCost
 
 Ranges = list[tuple[int, int, int]]  # first and last number of requests, nodes for each of them
+DOUBT = 32.0  # trees for which calibration counts
+MEMORY = 4096.0  # trees over which `MeasuredReach` forgets
+
+
+class MeasuredReach:
+    """How likely the walk gets to the first, second, ... node of a tree: what is calibrated, then what serving shows.
+
+    Nodes come in the order in which they are likely to be reached, whatever guessed them, so a tree cut to n nodes
+    brings what its first n have brought.
+
+    >>> reach = MeasuredReach([0.5, 0.25])
+    >>> reach.learn([0, 0], [32, 0])
+    >>> reach.values().tolist()
+    [0.25, 0.25]
+    """
+
+    def __init__(self, first: Sequence[float]) -> None:
+        """Start from the reach of each node, as calibrated."""
+        self._tried = np.full(len(first), DOUBT)
+        self._accepted = self._tried * np.asarray(first, dtype=np.float64)
+
+    def learn(self, accepted: Sequence[int], checked: Sequence[int]) -> None:
+        """How many of some trees accepted their first, second, ... node, and how many were not cut shorter."""
+        self._accepted += accepted
+        self._tried += checked
+        fade = np.minimum(MEMORY / self._tried, 1.0)
+        self._accepted *= fade
+        self._tried *= fade
+
+    def values(self) -> npt.NDArray[np.float64]:
+        """float64 [N]."""
+        return np.asarray(self._accepted / self._tried, dtype=np.float64)
 
 
 def width_grid(num_nodes: int) -> list[int]:
@@ -32,7 +64,7 @@ def first_ranges(num_nodes: int) -> Ranges:
 
 
 def best_widths(
-    cost: StepCost, heads_cost: StepCost, reach: Sequence[float], grid: Sequence[int], most: int
+    cost: StepCost, heads_cost: StepCost, reach: npt.ArrayLike, grid: Sequence[int], most: int
 ) -> list[int]:
     """The number of nodes with the best expected rate, for every number of requests.
 
@@ -55,12 +87,12 @@ def best_widths(
     >>> best_widths(cost, heads, [0.8, 0.5, 0.3], [0, 1, 3], most=8)
     [3, 3, 3, 1, 1, 0, 0, 0, 0]
     """
-    gains = 1.0 + np.concatenate(([0.0], np.cumsum(np.asarray(reach, dtype=np.float64))))
+    gains = 1.0 + np.concatenate(([0.0], np.cumsum(np.asarray(reach, dtype=np.float64))))  # by nodes, from 0 on
     requests = np.arange(1, most + 1)
     asking = heads_cost.seconds(requests)
     rates: list[npt.NDArray[np.float64]] = []
     for width in grid:
         seconds = cost.seconds(requests * (1 + width)) + (asking if width else 0.0)
-        rates.append(requests * gains[min(width, len(reach))] / seconds)
+        rates.append(requests * gains[min(width, len(gains) - 1)] / seconds)
     best = [grid[place] for place in np.stack(rates).argmax(axis=0)]  # of equals the fewest
     return [best[0], *best]

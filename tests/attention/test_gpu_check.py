@@ -17,7 +17,7 @@ def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the script from a folder that holds the repository's files, with nothing of ours installed."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     command = [sys.executable, str(folder / "benchmarks" / "gpu_check.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -42,6 +42,13 @@ def test_small_cases_in_the_interpreter(bare: Path) -> None:
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["interpreted"] and report["wrong"] == [] and report["checks"] > 20
     assert 0.0 < report["largest_error_of_allowed"] <= 1.0
+
+
+@pytest.mark.gpu
+def test_large_cases_on_a_gpu(bare: Path) -> None:
+    done = check(bare)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and report["wrong"] == [] and report["checks"] > 40, done.stdout[-2000:]
 
 
 def test_what_it_is_timed_against_is_the_same_attention(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """The bench and the demo with real engines, on small work."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_llama import save_llama, save_random_heads, small_tokenizer
 
-from vllm_medusa.defaults import bundled_heads, default_model
+from vllm_medusa.defaults import default_model
 from vllm_medusa.errors import MedusaError
 
 pytestmark = pytest.mark.slow
@@ -23,29 +25,26 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def plain_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of SmolLM2's sizes that vLLM's own Medusa can express; what they guess does not matter here."""
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random Llama with a tokenizer, and heads that vLLM's own Medusa can express, whatever they guess."""
     import torch
 
-    from vllm_medusa.heads.checkpoint import read_config, save_heads
-    from vllm_medusa.heads.config import HeadsConfig
-    from vllm_medusa.heads.model import MedusaHeads
-
-    sizes = read_config(bundled_heads())
-    torch.manual_seed(0)
-    heads = MedusaHeads(
-        HeadsConfig(num_heads=3, num_layers=1, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    folder = tmp_path_factory.mktemp("tiny-pair")
+    tokenizer = small_tokenizer("count from 1 to 30, name five animals, one per line ", 320)
+    tokenizer.save_pretrained(folder / "model")
+    vocab = len(tokenizer)
+    save_llama(
+        folder / "model", seed=17, vocab_size=vocab, max_position_embeddings=2048, eos_token_id=1, bos_token_id=0
     )
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.01)
-    folder = tmp_path_factory.mktemp("plain-heads")
-    save_heads(heads, folder)
-    return folder
+    torch.manual_seed(0)
+    save_random_heads(folder / "heads", std=0.01, num_heads=3, num_layers=1, hidden_size=64, vocab_size=vocab)
+    return folder / "model", folder / "heads"
 
 
-def run(*arguments: object, cwd: Path) -> str:
+def run(*arguments: object, cwd: Path, **environment: str) -> str:
     command = [sys.executable, "-m", "vllm_medusa.cli", *(str(argument) for argument in arguments)]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1200)
+    environment = os.environ | environment
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -79,11 +78,12 @@ def check_runs(found: dict[str, Any], method: str) -> None:
         assert sum(facts["peak_resident_mib"].values()) > 200.0
 
 
-def test_bench(model: str, plain_heads: Path, data: Path, tmp_path: Path) -> None:
-    """vLLM's own Medusa, our plugin off; the demo's test measures ours."""
+def test_bench(tiny_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    """vLLM's own Medusa, our plugin off; the demo's test measures ours, on SmolLM2."""
+    model, heads = tiny_pair
     table = run(
-        "bench", "--model", model, "--data", data, "--methods", "native-chain", "--native-heads", plain_heads,
-        *SMALL, "--json", "out.json", "--plot", "out.png", cwd=tmp_path,
+        "bench", "--model", model, "--data", data, "--methods", "native-chain", "--native-heads", heads,
+        *SMALL, "--json", "out.json", "--plot", "out.png", cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )  # fmt: skip
     assert "native-chain" in table
     assert (tmp_path / "out.png").exists()
@@ -94,10 +94,11 @@ def test_bench(model: str, plain_heads: Path, data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.server
-def test_bench_of_servers(model: str, data: Path, tmp_path: Path) -> None:
+def test_bench_of_servers(tiny_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
     """The same over HTTP: latencies besides, and what the engine has learnt of the cost of a step."""
+    model, heads = tiny_pair
     shown = run(
-        "bench", "--server", "--model", model, "--data", data, "--methods", "medusa", "--show-cost",
+        "bench", "--server", "--model", model, "--heads", heads, "--data", data, "--methods", "medusa", "--show-cost",
         *SMALL, "--json", "out.json", cwd=tmp_path,
     )  # fmt: skip
     assert "ttft p50" in shown and "break-even" in shown

@@ -28,6 +28,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def capped_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Gemma 2: scores have a soft cap, and every other layer sees 24 tokens back."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(5)
+    config = Gemma2Config(
+        vocab_size=VOCAB, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=24,
+        attn_logit_softcapping=4.0, final_logit_softcapping=30.0, query_pre_attn_scalar=32, head_dim=32,
+        hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        initializer_range=0.35, eos_token_id=VOCAB - 1, bos_token_id=1, dtype="float32",
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny-gemma")
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def speaker_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama that has a tokenizer, with two thinking tokens: texts, stop strings, grammars, cheaply."""
     folder = tmp_path_factory.mktemp("tiny-speaker")

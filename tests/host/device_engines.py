@@ -15,19 +15,38 @@ from engines import Engine, random_tree, start
 from vllm_medusa.tree.topology import Tree
 
 NODES = 8
+PROMISE = 0.5  # reach of each node that an oracle drafts
 _STARTED: dict[str, Engine] = {}
 
 
-def engine(model: Path, heads: Path | None = None, *, is_async: bool = False, **options: Any) -> Engine:
-    """The engine with these options, started when first asked for."""
-    key = repr((model, heads, is_async, sorted(options.items())))
+def engine(
+    model: Path,
+    heads: Path | None = None,
+    *,
+    is_async: bool = False,
+    attention: str = "CPU_ATTN",
+    graphs: Sequence[int] = (),
+    **options: Any,
+) -> Engine:
+    """The engine with these options, started when first asked for.
+
+    Args:
+        model, heads: folders; without heads: plain.
+        is_async: steps are scheduled before the last one's outcome is known.
+        attention: which the host has.
+        graphs: tokens of the steps that are recorded.
+        options: of the engine.
+    """
+    key = repr((model, heads, is_async, attention, graphs, sorted(options.items())))
     if key not in _STARTED:
-        interpreter.ASYNC = is_async
+        interpreter.choose(is_async=is_async, attention=attention)
         if heads is not None:
             medusa = {"num_speculative_tokens": NODES, "adaptive": False, **options.pop("medusa", {})}
             options["medusa"] = medusa
         _STARTED[key] = started = start(model, heads, **{"max_model_len": 512, "block_size": 32, **options})
         assert started.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == is_async
+        if graphs:
+            interpreter.record_graphs(started.runner, list(graphs))
     return _STARTED[key]
 
 
@@ -47,7 +66,7 @@ class DeviceOracle:
         self.misses = 0.2
         self.drafted = self.checked = self.below_root = 0
 
-    def __call__(self, slots: Any, hidden: Any, roots: Any) -> Any:
+    def __call__(self, slots: Any, hidden: Any, roots: Any, expected: Any) -> Any:
         """Stand in for the speculator's `_draft`."""
         from vllm_medusa.tree.tensors import TensorTrees
 
@@ -76,7 +95,8 @@ class DeviceOracle:
             tokens[row, :n], parents[row, :n] = drafted, tree.parents
             self.drafted += 1
         tokens, parents = torch.from_numpy(tokens), torch.from_numpy(parents)
-        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(parents >= 0, -1))
+        is_node = parents >= 0
+        return TensorTrees(tokens, parents, torch.from_numpy(ranks).where(is_node, -1), PROMISE * is_node)
 
     greedy = False  # hidden rows are checked
     must_know = True

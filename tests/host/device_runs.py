@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import numpy as np
 from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
+from vllm_medusa.budget import Trust
 from vllm_medusa.tree.topology import Tree
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
@@ -68,6 +71,7 @@ def compare(
     *,
     shape: Callable[[np.random.Generator], Tree] | None = any_tree,
     change: str = "",
+    repeats: int = 1,
     shared: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -79,10 +83,11 @@ def compare(
         params: of each, as `SamplingParams` takes them; `bad` are sequences of tokens that are forbidden.
         shape: of each draft; None: the heads draft.
         change: a key of CHANGES.
+        repeats: how often each prompt says the same.
         shared: options of both engines.
         options: of the engine with trees.
     """
-    prompts = random_prompts(np.random.default_rng(3), lengths)
+    prompts = [repeats * prompt for prompt in random_prompts(np.random.default_rng(3), lengths)]
     shared = shared or {}
     plain = answers(engine(model, **shared), prompts, sampling(params))
     limit = options.get("max_model_len", 512)
@@ -103,17 +108,21 @@ def compare(
         if shape is not None:
             stack.enter_context(drafting(oracle))
         trees.runner.medusa_report(reset=True)
+        trees.runner.learning.trust = Trust()
         said = answers(trees, prompts, sampling(params))
     assert trees.free_blocks == free, "blocks are not given back"
     return {
         "differences": differences(plain, said),
         "length": steps.length,
         "report": trees.runner.medusa_report(),
+        "reach": reach.values().tolist() if (reach := trees.runner.learning.reach) else None,
         "checked": oracle.checked,
         "below_root": oracle.below_root,
         "preempted": len(preempted),
-        "widths": (trees.runner.widths, scheduler.dynamic_sd_lookup),
+        "widths": (trees.runner.learning.widths, scheduler.dynamic_sd_lookup),
         "plain": [tokens for tokens, _ in plain],
+        "replays": getattr(trees.runner.cudagraph_manager, "replays", 0),
+        "filled": getattr(trees.runner.cudagraph_manager, "filled", 0),
     }
 
 
@@ -162,11 +171,13 @@ def flat_positions(engine: Engine) -> Any:
     return _replaced(trees, "lay", flat)
 
 
-def no_history(engine: Engine) -> Any:
+@contextmanager
+def no_history(_: Engine) -> Iterator[None]:
     """A fault: processors do not see the tokens of a node's path."""
     from vllm_medusa.host.v2 import sampling
 
-    return _replaced(sampling, "_reads_history", lambda *_: False)
+    with _replaced(sampling, "_reads_history", lambda *_: False), _replaced(sampling, "ROWS_OF_A_ROUND", 0):
+        yield
 
 
 def small_parts(engine: Engine) -> Any:
@@ -178,10 +189,12 @@ def small_parts(engine: Engine) -> Any:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[None]:
-    """Draft, walk and what leads to the commit fail where they would wait for a device. The heads take the way that is
-    no CPU's own; calls of the host do as they like."""
+    """Draft, walk and what leads to the commit fail where they would wait for a device; with a GPU's attention metadata
+    and commit do too. The heads take the way that is no CPU's own; calls of the host do as they like."""
+    from vllm_medusa.attention.triton_mover import SlotMover
     from vllm_medusa.heads import native
-    from vllm_medusa.host.v2 import model_state, sampling
+    from vllm_medusa.host.v2 import device_cache, sampling
+    from vllm_medusa.host.v2.slots import StepTrees
 
     runner, mode = engine.runner, NoWaiting()
 
@@ -203,8 +216,12 @@ def watched(engine: Engine) -> Iterator[None]:
     calls: set[str] = set()
     heads = runner.drafter.heads
     ours = [(runner.trees, "lay"), (runner.trees, "put"), (runner.speculator, "propose"), (runner, "rejection_sampler")]
-    ours += [(runner.counts, "count"), (model_state, "_moves")]
+    ours += [(runner.counts, "count"), (StepTrees, "moves")]
     theirs = [(runner.sampler, "sample")]
+    cache = runner.model_state.tree_cache
+    if isinstance(cache, device_cache.DeviceTreeCache):
+        ours += [(cache, "attach"), (cache, "commit")]
+        theirs += [(device_cache, "build_attn_metadata"), (SlotMover, "move")]
     theirs += [(sampling, "compute_topk_scores"), (sampling, "get_num_sampled_and_rejected")]
     with ExitStack() as stack:
         for owner, name in ours:
@@ -215,6 +232,17 @@ def watched(engine: Engine) -> Iterator[None]:
         stack.enter_context(_replaced(native, "best_tokens", lambda *_: None))
         yield
     assert calls == {name for _, name in ours}, calls
+
+
+def old_rows(engine: Engine) -> Any:
+    """A fault: what rows may see stays as it was."""
+    return _replaced(engine.runner.trees.rows, "put", lambda *_: None)
+
+
+def old_context(engine: Engine) -> Any:
+    """A fault: how many tokens are cached stays as it was."""
+    rows = engine.runner.trees.rows
+    return _replaced(rows, "set_context", lambda lengths, _: rows.context[: len(lengths)])
 
 
 def no_masks(engine: Engine) -> Any:
@@ -233,7 +261,8 @@ def padded(engine: Engine) -> Any:
 
 
 CHANGES = {"": unchanged} | {
-    f.__name__: f for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded)
+    f.__name__: f
+    for f in (no_commit, flat_positions, no_history, no_masks, small_parts, watched, padded, old_rows, old_context)
 }
 
 
@@ -313,11 +342,52 @@ def said(model: Path, _: Path, lengths: list[int], params: Params) -> list[list[
     return engine(model).tokens(random_prompts(np.random.default_rng(3), lengths), sampling(params))
 
 
+def hosts_kernel(model: Path, heads: Path, lengths: list[int], params: Params, **options: Any) -> dict[str, Any]:
+    """As `compare`, all of plain vLLM's attention by its own Triton kernel."""
+    interpreter.HOSTS_KERNEL = True
+    try:
+        return compare(model, heads, lengths, params, shared={"attention": "TRITON_ATTN"}, **options)
+    finally:
+        interpreter.HOSTS_KERNEL = False
+
+
+def looks_at_kernels(model: Path, heads: Path, *, attention: str, error: float) -> str:
+    """What an engine says when its kernels are looked at, as before it serves on a GPU; `error` is added to theirs."""
+    from vllm_medusa.attention import triton_check
+    from vllm_medusa.errors import MedusaError
+
+    kernel = triton_check.tree_attention
+
+    def spoilt(query: Any, keys: Any, values: Any, out: Any, **given: Any) -> None:
+        kernel(query, keys, values, out, **given)
+        out[-1] += error
+
+    try:
+        with _replaced(triton_check, "tree_attention", spoilt):
+            engine(model, heads, is_async=True, attention=attention).runner.warm_up_trees()
+    except MedusaError as refusal:
+        return str(refusal)
+    return "serves"
+
+
+def refuses_attention(model: Path, heads: Path) -> str:
+    """What an engine says whose layers attend by a host's attention that trees cannot share a cache with."""
+    from vllm_medusa.errors import MedusaError
+    from vllm_medusa.host import device_attention
+
+    try:
+        with _replaced(device_attention, "HOSTS_OWN", (device_attention.FlashAttentionImpl,)):
+            engine(model, heads, attention="TRITON_ATTN", max_num_seqs=5)
+    except MedusaError as refusal:
+        return str(refusal)
+    return "serves"
+
+
 def contract() -> list[str]:
     """What of the host is missing."""
     from vllm_medusa.host import compat
 
-    return compat.find_problems(compat.full_contract() + compat.V2_CONTRACT)
+    return compat.find_problems(compat.full_contract() + compat.V2_CONTRACT + compat.GPU_CONTRACT)
 
 
 def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]:
@@ -334,6 +404,29 @@ def refusals(model: Path, heads: Path, cases: list[dict[str, Any]]) -> list[str]
         except MedusaError as error:
             messages.append(str(error))
     return messages
+
+
+def mismatch(model: Path, heads: Path, checked: str, found: str) -> str:
+    """The error of a worker whose process reads `found` from the variable by which settings were `checked`."""
+    from vllm import envs
+
+    from vllm_medusa.host import tree_worker
+    from vllm_medusa.host.choice import VARIABLE
+
+    envs.disable_envs_cache()  # a process that serves keeps what it has read
+    check = tree_worker.check_runner
+
+    def elsewhere(config: Any) -> Any:
+        os.environ[VARIABLE] = found
+        return check(config)
+
+    before = os.environ[VARIABLE]
+    os.environ[VARIABLE] = checked
+    try:
+        with _replaced(tree_worker, "check_runner", elsewhere):
+            return refusals(model, heads, [{}])[0]
+    finally:
+        os.environ[VARIABLE] = before
 
 
 __all__ = ["NODES"]

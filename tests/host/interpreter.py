@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-ASYNC = False  # what engines that start now do about scheduling
+# What engines that start now do about scheduling, and which attention of the host they get.
+ASYNC = False
+ATTENTION = "CPU_ATTN"
+HOSTS_KERNEL = False  # whether Triton attention of the host is its own kernel, which takes the interpreter minutes
 
 
 @contextmanager
@@ -33,13 +36,14 @@ def prepare() -> None:
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    _schedule_asynchronously()
+    _let_tests_decide()
     _replace_kernels()
 
 
-def _schedule_asynchronously() -> None:
-    """The CPU platform turns asynchronous scheduling off, since nothing on it is asynchronous: let tests decide."""
+def _let_tests_decide() -> None:
+    """The CPU platform turns asynchronous scheduling off, since nothing on it is asynchronous, and attends its way."""
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     check = CpuPlatform.check_and_update_config.__func__
 
@@ -48,6 +52,7 @@ def _schedule_asynchronously() -> None:
         vllm_config.scheduler_config.async_scheduling = ASYNC
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CpuPlatform.get_attn_backend_cls = classmethod(lambda *_, **__: AttentionBackendEnum[ATTENTION].get_path())
 
 
 def _replace_kernels() -> None:
@@ -71,3 +76,94 @@ def _replace_kernels() -> None:
             logits[at].masked_fill_(~tokens[: logits.shape[1]], -torch.inf)
 
     structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
+    _attend_more_quickly()
+
+
+def _attend_more_quickly() -> None:
+    """The host's paged attention, unless a test wants its kernel."""
+    import torch
+    from vllm.v1.attention.backends import triton_attn
+
+    from vllm_medusa.attention.reference import causal_attention
+
+    kernel = triton_attn.unified_attention
+
+    def unified_attention(**given: Any) -> None:
+        if HOSTS_KERNEL:
+            kernel(**given)
+            return
+        bounds, block = given["cu_seqlens_q"].tolist(), given["k"].shape[1]
+        options = {"softcap": given["softcap"], "sliding_window": given["window_size"][0] + 1, "dtype": torch.float32}
+        for request, length in enumerate(given["seqused_k"].tolist()):
+            rows, slots = slice(*bounds[request : request + 2]), torch.arange(length)
+            blocks = given["block_table"][request][slots // block].long()
+            keys, values = (given[name][blocks, slots % block] for name in "kv")
+            if rows.stop > rows.start:
+                given["out"][rows] = causal_attention(given["q"][rows], keys, values, given["softmax_scale"], **options)
+
+    triton_attn.unified_attention = unified_attention
+
+
+def choose(*, is_async: bool, attention: str) -> None:
+    """What engines that start from now on are like."""
+    global ASYNC, ATTENTION
+    import torch
+    from vllm.v1.attention import selector
+
+    ASYNC, ATTENTION = is_async, attention
+    selector._cached_get_attn_backend.cache_clear()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked for by the host's cache writer
+
+
+def record_graphs(runner: Any, sizes: list[int]) -> Any:
+    """Let steps of trees replay what was recorded, as CUDA graphs do, though each kernel is called anew. Steps of other
+    shapes are filled up to a recorded size.
+
+    A recorded step knows its tensors by address and every number as it was: whatever else a step needs is missing.
+
+    Args:
+        runner: of an engine that has started.
+        sizes: tokens of the steps to record.
+
+    Returns:
+        The host's manager of graphs, whose `replays` counts them.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    class Recorded:
+        def __init__(self, forward: Any) -> None:
+            self.forward = forward
+
+        def replay(self) -> None:
+            manager.replays += 1
+            self.forward(CUDAGraphMode.NONE)
+
+    def capture(self: Any, create_forward_fn: Any, *_: Any) -> None:
+        for desc in self._capture_descs[CUDAGraphMode.FULL]:  # other steps are filled up, and cut at attention
+            create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
+            self.graphs[desc] = Recorded(create_forward_fn(desc, warmup=False))
+            self.graphs[desc].forward(CUDAGraphMode.NONE)
+        self._graphs_captured = True
+
+    config = runner.compilation_config
+    cudagraph_utils.has_compiled_submodule = lambda _: True
+    config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, max(sizes)
+    CudaGraphManager.capture, current_platform.get_global_graph_pool = capture, lambda: None
+    manager = ModelCudaGraphManager(
+        runner.vllm_config, runner.device, CUDAGraphMode.FULL_AND_PIECEWISE, runner.decode_query_len
+    )
+    manager.replays, manager.filled = 0, 0
+    run_pw_graph = manager.run_pw_graph
+
+    def filled(*args: Any) -> Any:
+        manager.filled += 1
+        return run_pw_graph(*args)
+
+    manager.run_pw_graph = filled
+    parts = (runner.input_buffers, None, runner.block_tables, runner.attn_groups, runner.kv_cache_config)
+    manager.capture(runner.model, runner.model_state, *parts)
+    runner.cudagraph_manager = manager
+    return manager

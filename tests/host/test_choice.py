@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runner, is_ours, refuse_on_v2
@@ -13,10 +18,15 @@ from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runn
 
 @pytest.mark.parametrize(
     ("asked", "on_cpu", "chosen"),
-    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1"), (False, False, "V1")],
+    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1")],
 )
 def test_the_variable_is_obeyed_else_the_platform(asked: bool | None, on_cpu: bool, chosen: str) -> None:
     assert choose_runner(asked, on_cpu=on_cpu, has_triton=True) == chosen
+
+
+def test_v1_is_refused_on_a_gpu() -> None:
+    with pytest.raises(MedusaError, match=r"VLLM_USE_V2_MODEL_RUNNER='0': .*Model Runner V2 on a GPU"):
+        choose_runner(False, on_cpu=False, has_triton=True)
 
 
 @pytest.mark.parametrize(("asked", "on_cpu"), [(True, True), (None, False)])
@@ -62,10 +72,10 @@ def test_a_users_own_ngram_is_not_ours() -> None:
         ({"enable_batch_sharded_sampling": True}, {}, "enable_batch_sharded_sampling=True"),
         ({"watermark_config": {"key": 1}}, {}, "watermark_config="),
         ({"enable_trace_replay": True}, {}, "enable_trace_replay=True"),
+        ({"return_sampling_mask": True}, {}, "return_sampling_mask=True"),
         ({"enable_prompt_embeds": True}, {}, "enable_prompt_embeds=True"),
         ({}, {"enable_adaptive_verification": True}, "enable_adaptive_verification=True"),
         ({}, {"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
-        ({}, {"prompt_lookup": True}, "prompt_lookup=True"),
     ],
 )
 def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: str) -> None:
@@ -76,4 +86,47 @@ def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: 
 def test_v2_takes_the_usual() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": False})
+    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "greedy", "prompt_lookup": True})
+
+
+Ask = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture
+def ask_on(tiny_model: Path, tiny_heads: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """On a platform of this kind: the parallel config, and what the host was given to build from."""
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_medusa.host import engine_args
+
+    def ask(**platform: bool) -> tuple[Any, Any]:
+        medusa = {"method": "medusa", "model": str(tiny_heads)}
+        given = EngineArgs(model=str(tiny_model), skip_tokenizer_init=True, speculative_config=medusa)
+        model, parallel = given.create_model_config(), ParallelConfig()
+        kinds = {"is_cpu": False, "is_cuda": False, **platform}
+        answers = {name: (lambda said=said: said) for name, said in kinds.items()}
+        monkeypatch.setattr(engine_args, "current_platform", SimpleNamespace(device_name="a device", **answers))
+        monkeypatch.setattr(engine_args, "HAS_TRITON", True)
+        create = engine_args.create_speculative_config
+        return parallel, create(lambda args, *_: dict(args.speculative_config), given, model, parallel)
+
+    return ask
+
+
+def test_a_gpu_gets_its_worker_and_v2(ask_on: Ask) -> None:
+    parallel, built = ask_on(is_cuda=True)
+    assert built["method"] == METHODS["V2"] and "num_speculative_tokens_per_batch_size" in built
+    worker = resolve_obj_by_qualname(parallel.worker_cls)
+    assert issubclass(worker, Worker) and not issubclass(worker, CPUWorker)
+
+
+def test_a_cpu_gets_its_own(ask_on: Ask) -> None:
+    parallel, built = ask_on(is_cpu=True)
+    assert built["method"] == METHODS["V1"]
+    assert issubclass(resolve_obj_by_qualname(parallel.worker_cls), CPUWorker)
+
+
+def test_other_platforms_are_refused(ask_on: Ask) -> None:
+    with pytest.raises(MedusaError, match="platform 'a device': trees are served on CPUs and NVIDIA GPUs"):
+        ask_on()

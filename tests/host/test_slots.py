@@ -14,10 +14,15 @@ from vllm_medusa.tree.tensors import TensorTrees
 PARENTS = torch.tensor([[0, 1, 0, 1, 3], [0, 0, -1, -1, -1]])
 
 
+def drawn(parents: torch.Tensor) -> TensorTrees:
+    """Trees with these parents."""
+    return TensorTrees(torch.zeros_like(parents), parents, parents.clamp(max=0), 0.5 * (parents >= 0))
+
+
 def slot_trees() -> SlotTrees:
     """Six slots of five nodes; slots 4 and 1 have drafted."""
     trees = SlotTrees(SimpleNamespace(max_num_reqs=6), 5, torch.device("cpu"))
-    trees.put(torch.tensor([4, 1]), TensorTrees(torch.zeros_like(PARENTS), PARENTS, PARENTS.clamp(max=0)))
+    trees.put(torch.tensor([4, 1]), drawn(PARENTS))
     return trees
 
 
@@ -96,6 +101,6 @@ def test_buffers_stay_where_they_are() -> None:
     trees = slot_trees()
     kept = [trees.parents, trees.ranks, trees.depths, trees.ancestors]
     before = [buffer.data_ptr() for buffer in kept]
-    trees.put(torch.tensor([4, 1]), TensorTrees(torch.zeros_like(PARENTS), PARENTS.flip(0), PARENTS.clamp(max=0)))
+    trees.put(torch.tensor([4, 1]), drawn(PARENTS.flip(0)))
     trees.clear(1)
     assert [buffer.data_ptr() for buffer in (trees.parents, trees.ranks, trees.depths, trees.ancestors)] == before

@@ -34,6 +34,7 @@ def test_help_names_the_targets(checkout: Path) -> None:
         "heads",
         "bench",
         "gpu-check",
+        "gpu-e2e",
         "clean",
     ):
         assert f"make {target} " in shown

@@ -57,3 +57,10 @@ def test_ended_walks_and_padding_stay_put() -> None:
     tokens, parents = torch.tensor([[5, 5]] * 3), torch.tensor([[-1, -1], [0, 1], [-1, -1]])
     rows = step_to_child(torch.tensor([-1, -1, 0]), torch.tensor([5, 5, 5]), tokens, parents, torch.tensor([2, 2, 0]))
     assert rows.tolist() == [-1, -1, -1]
+
+
+def test_a_node_without_a_parent_is_no_child_of_the_root() -> None:
+    """On the device trees are filled up with such nodes, and the scheduler may count them."""
+    target, nodes = torch.tensor([[0, 5, 6]]), torch.tensor([[0, 0]])
+    walk = greedy_walk(target, nodes, torch.tensor([[-1, -1]]), torch.tensor([2]), max_depth=2)
+    assert walk.rows.tolist() == [[0, -1, -1]] and walk.tokens.tolist() == [[0, -1, -1]]

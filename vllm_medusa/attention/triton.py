@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vllm_medusa.attention.triton_kernels import INTERPRETED, attend, merge
 
-MOST_SPLITS = 32
+SPLITS = (1, 2, 4, 8, 16, 32)  # each is a kernel of its own, to be compiled before it is needed
 LEAST_SHARE = 256  # keys that are worth a program of their own
 MERGED_ROWS = 16  # rows and heads that a program merges
 
@@ -53,7 +53,8 @@ def choose_splits(programs: int, processors: int, longest: int) -> int:
     >>> choose_splits(8, 132, 1024), choose_splits(8, 132, 32768), choose_splits(512, 132, 32768)
     (4, 32, 1)
     """
-    return max(1, min(2 * processors // programs, longest // LEAST_SHARE, MOST_SPLITS))
+    most = min(2 * processors // max(programs, 1), longest // LEAST_SHARE)
+    return max(splits for splits in SPLITS if splits <= max(1, most))
 
 
 @cache

@@ -30,7 +30,8 @@ def _round(x, dtype: tl.constexpr, WIDE: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+# What differs from step to step is not compiled in: the host compiles nothing while it serves.
+@triton.jit(do_not_specialize=["rows_and_heads"])
 def attend(
     query_at,
     key_at,
@@ -167,7 +168,7 @@ def attend(
         tl.store(out_at, _round(result, out_at.dtype.element_ty, WIDE), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "rows_and_heads"])
 def merge(
     sums_at,
     lse_at,

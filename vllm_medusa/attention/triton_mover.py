@@ -52,7 +52,7 @@ class SlotMover:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["moves", "request_stride", "move_stride"])
 def _move(
     addresses_at,
     sources_at,

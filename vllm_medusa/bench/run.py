@@ -96,14 +96,17 @@ def run_bench(
 def _start(
     stack: ExitStack, peers: Sequence[Peer], settings: Settings, progress: BenchProgress, verbose: bool
 ) -> dict[str, EngineProcess]:
-    """One after the other: two engines that compile at the same time on a small machine only wait for each other."""
-    kind = _kind(settings)
+    """One after the other: two engines that compile at the same time on a small machine only wait for each other.
+
+    A GPU's memory is theirs in equal parts.
+    """
+    kind, part = _kind(settings), {"gpu_memory_utilization": round(0.9 / len(peers), 3)}
     engines: dict[str, EngineProcess] = {}
     for peer in peers:
         with progress.starting(peer.name) as watch:
             engine = kind(
                 peer.name,
-                settings.engine(peer),
+                settings.engine(peer) | part,
                 environment=peer_environment(peer),
                 export_heads=peer.exports_heads,
                 verbose=verbose,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
@@ -23,8 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
 from vllm_medusa.attention.native import SlotMover, load_kernel
-from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.commit import TreeKeyValues
+from vllm_medusa.host.layers import decoder_layers
 from vllm_medusa.host.trees import StepTrees
 
 
@@ -108,24 +108,11 @@ def adopt(layers: Iterable[Any]) -> list[Attention]:
     """Give every decoder attention layer of a model our implementation; returns these layers.
 
     Raises:
-        MedusaError: a layer with a feature that tree rows do not have (ALiBi, attention sinks, quantised cache).
+        MedusaError: a layer that cannot check trees.
     """
-    adopted = []
-    for layer in layers:
-        if not isinstance(layer, Attention):
-            continue
-        impl = layer.impl
-        if type(impl) not in (CPUAttentionBackendImpl, TreeAttentionImpl) or impl.attn_type != AttentionType.DECODER:
-            raise MedusaError.of("model", layer.layer_name, "this kind of attention layer cannot check trees yet")
-        for what, present in (
-            ("ALiBi", impl.alibi_slopes is not None),
-            ("attention sinks", impl.sinks is not None),
-            ("a quantised KV cache", impl.is_fp8_kv_cache),
-        ):
-            if present:
-                raise MedusaError.of("model", layer.layer_name, f"attention with {what} cannot check trees yet")
-        impl.__class__ = TreeAttentionImpl
-        adopted.append(layer)
+    adopted = decoder_layers(layers, (CPUAttentionBackendImpl,))
+    for layer in adopted:
+        layer.impl.__class__ = TreeAttentionImpl
     return adopted
 
 

@@ -24,12 +24,14 @@ def choose_runner(asked: bool | None, *, on_cpu: bool, has_triton: bool) -> Runn
         has_triton: the host can run Triton kernels, of which V2 is made.
 
     Raises:
-        MedusaError: V2 is asked for, or the only one that serves here, and Triton is missing.
+        MedusaError: V2 is asked for, or the only one that serves here, and Triton is missing; V1 is asked for on a GPU.
 
     >>> choose_runner(None, on_cpu=True, has_triton=True), choose_runner(None, on_cpu=False, has_triton=True)
     ('V1', 'V2')
     """
     wanted: Runner = "V2" if asked or (asked is None and not on_cpu) else "V1"
+    if wanted == "V1" and not on_cpu:
+        raise MedusaError.of(VARIABLE, "0", "trees are served by Model Runner V2 on a GPU; leave it unset")
     if wanted == "V2" and not has_triton:
         raise MedusaError.of(VARIABLE, "1" if asked else None, "Model Runner V2 needs Triton; install it, or set 0")
     return wanted
@@ -83,6 +85,7 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
         ("enable_trace_replay", False),
         ("return_sampling_mask", False),
         ("enable_prompt_embeds", False),
+        ("kv_sharing_fast_prefill", False),
     ):
         value = getattr(args, key, usual)
         if value not in (usual, False):
@@ -94,6 +97,3 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
     if given.get("draft_sample_method") == "probabilistic":
         fix = "Model Runner V2 drafts the likeliest tokens; choose 'greedy', or Model Runner V1"
         raise MedusaError.of("draft_sample_method", "probabilistic", fix)
-    if given.get("prompt_lookup"):
-        fix = f"texts are looked up on Model Runner V1 alone; leave it out, or set {VARIABLE}=0"
-        raise MedusaError.of("prompt_lookup", True, fix)

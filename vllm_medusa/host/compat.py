@@ -119,6 +119,7 @@ V2_CONTRACT = (
         "InputBatch",
         ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions"),
     ),
+    Symbol(f"{_V2}.input_batch", "InputBatch", ("seq_lens_cpu_upper_bound", "has_prefill", "num_tokens", "num_reqs")),
     Symbol(f"{_V2}.input_batch", "get_num_sampled_and_rejected", ("num_sampled", "seq_lens", "cu_num_logits")),
     Symbol(
         f"{_V2}.sample.sampler",
@@ -180,6 +181,24 @@ CPU_CONTRACT = (
         "cpu_attn_reshape_and_cache",
         ("key", "value", "key_cache", "value_cache", "slot_mapping", "isa"),
     ),
+)
+_ATTENDS = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+# Looked at in the worker of a GPU.
+GPU_CONTRACT = (
+    Symbol("vllm.v1.worker.gpu_worker", "Worker._make_model_runner"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
+    Symbol(
+        f"{_V2}.attn_utils",
+        "build_attn_metadata",
+        ("attn_groups", "num_reqs", "num_tokens", "query_start_loc_gpu", "query_start_loc_cpu", "block_tables"),
+    ),
+    *(
+        Symbol(
+            f"vllm.v1.attention.backends.{module}", f"{name}.forward", ("layer", "kv_cache", "attn_metadata", "output")
+        )
+        for module, name in (("flash_attn", "FlashAttentionImpl"), ("triton_attn", "TritonAttentionImpl"))
+    ),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.get_additional_cg_support"),
 )
 
 

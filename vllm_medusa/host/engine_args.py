@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from vllm import envs
 from vllm.config import SpeculativeConfig
@@ -20,7 +20,7 @@ from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v2
 from vllm_medusa.widths import first_ranges
 
-CPU_WORKER = "vllm_medusa.host.worker.MedusaCPUWorker"
+WORKERS = {"cpu": "vllm_medusa.host.worker.MedusaCPUWorker", "cuda": "vllm_medusa.host.gpu_worker.MedusaGPUWorker"}
 SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
 WIDTHS_BY_BATCH = "num_speculative_tokens_per_batch_size"  # the host's own key
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
@@ -46,19 +46,18 @@ def create_speculative_config(
         MedusaError: settings, heads or a combination that cannot be served.
     """
     given = _merge_flags(args)
-    _refuse_unsupported(args, target_model_config, target_parallel_config)
-    runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=current_platform.is_cpu(), has_triton=HAS_TRITON)
+    platform = _platform()
+    _refuse_unsupported(args, target_model_config, target_parallel_config, WORKERS[platform])
+    runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
     if runner == "V2":
         refuse_on_v2(args, given)
-        given = {**given, "prompt_lookup": False}
         if given.get(WIDTHS_BY_BATCH) is not None:
-            given["adaptive"] = False  # the user has decided
+            given = {**given, "adaptive": False}  # the user has decided
     config, host_settings = MedusaConfig.parse(given, _host_keys())
     folder = locate_heads(config.model)
     heads = read_config(folder)
     check_heads(heads, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
     calibration = heads.calibration
-    platform = "cuda" if current_platform.is_cuda() else "cpu"
     sizes = calibration.num_speculative_tokens if calibration is not None else {}
     settings = resolve(
         config,
@@ -71,7 +70,7 @@ def create_speculative_config(
     if not isinstance(args.additional_config, Mapping):
         raise MedusaError.of("additional_config", args.additional_config, "give a dict, or leave it out")
     args.additional_config = {**args.additional_config, SETTINGS_KEY: settings.model_dump(mode="json")}
-    target_parallel_config.worker_cls = CPU_WORKER
+    target_parallel_config.worker_cls = WORKERS[platform]
     args.scheduler_cls = SCHEDULER  # the host reads it after this
     written = {name: getattr(args, name) for name in ("speculative_config", *_FLAGS.values())}
     try:
@@ -118,15 +117,24 @@ def _host_keys() -> frozenset[str]:
     return frozenset(field.name for field in fields(SpeculativeConfig)) - made_by_host
 
 
-def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any) -> None:
+def _platform() -> Literal["cpu", "cuda"]:
+    """Where the host runs.
+
+    Raises:
+        MedusaError: neither on a CPU nor on an NVIDIA GPU.
+    """
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    name = current_platform.device_name
+    raise MedusaError(f"medusa: platform {name!r}: trees are served on CPUs and NVIDIA GPUs; serve without Medusa here")
+
+
+def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str) -> None:
     """One error, by the name of the flag, for each combination that would give wrong tokens or none."""
-    if not current_platform.is_cpu():
-        raise MedusaError(
-            f"medusa: platform {current_platform.device_name!r}: this version serves on CPUs; "
-            "install the CPU build of vLLM (pip install 'vllm-medusa[cpu]')"
-        )
     for key, value, usual in (
-        ("worker_cls", parallel.worker_cls, ("auto", CPU_WORKER)),
+        ("worker_cls", parallel.worker_cls, ("auto", worker)),
         ("scheduler_cls", args.scheduler_cls, (None, SCHEDULER)),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, (1,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_medusa.host.compat import Symbol, full_contract
+from vllm_medusa.host.compat import GPU_CONTRACT, V2_CONTRACT, Symbol, full_contract
 from vllm_medusa.host.source import HostSource
 
 _DEVICE = "vllm.v1.worker.gpu"
@@ -27,6 +27,8 @@ ATTRIBUTES = (
     Symbol(_BATCH, "InputBatch.thinking_budget_state_holder"),
     Symbol("vllm.v1.sample.sampler", "Sampler.topk_topp_sampler"),
     Symbol("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor.req_info"),
+    Symbol("vllm.model_executor.layers.attention", "Attention.head_size_v"),
+    Symbol("vllm.v1.worker.utils", "AttentionGroup.kernel_block_size"),
     Symbol("vllm.model_executor.layers.attention", "Attention.kv_sharing_target_layer_name"),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadata.slot_mapping"),
     Symbol(_GROUP, "GroupCoordinator.rank_in_group"),
@@ -42,6 +44,8 @@ ATTRIBUTES = (
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.draft_tokens_handler"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.speculator"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.req_states"),
+    Symbol(f"{_DEVICE}.states", "RequestState.all_token_ids"),
+    Symbol(f"{_DEVICE}.states", "RequestState.total_len"),
     Symbol(f"{_DEVICE}.sample.sampler", "Sampler.needs_logits_processing"),
     Symbol(f"{_DEVICE}.sample.thinking_budget", "ThinkingBudgetState.use_thinking_budget"),
     Symbol(f"{_DEVICE}.sample.penalties", "PenaltiesState.use_penalty"),
@@ -104,6 +108,7 @@ def imported(folder: Path | None = None) -> Iterator[Symbol]:
 
 def look(source: HostSource) -> tuple[int, list[str]]:
     """How many things were looked for in this source, and what is wrong with them."""
-    symbols = list(dict.fromkeys((*full_contract(), *ATTRIBUTES, *imported())))
+    contract = (*full_contract(), *V2_CONTRACT, *GPU_CONTRACT)
+    symbols = list(dict.fromkeys((*contract, *ATTRIBUTES, *imported())))
     problems = [source.problem(symbol) for symbol in symbols] + [layout.problem(source) for layout in LAYOUTS]
     return len(problems), list(dict.fromkeys(problem for problem in problems if problem))

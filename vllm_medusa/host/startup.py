@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from vllm_medusa.proposer import MedusaProposer
 logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
 STEP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
 HEADS_SIZES = (1, 2, 4, 8, 16, 32)  # requests, at which asking the heads is timed
+# A GPU takes hundreds of tokens in the time of one; where that ends decides how many nodes pay.
+MORE_ON_A_DEVICE = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def time_steps(runner: Any, most: int) -> Iterator[tuple[int, float]]:
@@ -28,7 +30,7 @@ def time_steps(runner: Any, most: int) -> Iterator[tuple[int, float]]:
         runner: either runner of the host.
         most: tokens.
     """
-    for size in [size for size in STEP_SIZES if size <= most]:
+    for size in _sizes(STEP_SIZES, most, runner.device):
         yield size, agreed_seconds(min(_time_step(runner, size) for _ in range(4)))
 
 
@@ -39,7 +41,7 @@ def time_heads(
     heads = proposer.heads
     assert heads is not None, "load_model comes first"
     weight = next(heads.parameters())
-    for size in [size for size in HEADS_SIZES if size <= most]:
+    for size in _sizes(HEADS_SIZES, most, weight.device):
         hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
         roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
         for _ in range(3):
@@ -73,6 +75,11 @@ def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: 
         sampler,
         settings.draft_sample_method,
     )
+
+
+def _sizes(usual: Sequence[int], most: int, device: torch.device) -> list[int]:
+    more = MORE_ON_A_DEVICE if device.type != "cpu" else ()
+    return [size for size in sorted({*usual, *more}) if size <= most]
 
 
 @torch.inference_mode()

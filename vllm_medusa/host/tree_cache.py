@@ -57,9 +57,9 @@ class TreeCache:
 
         Args:
             sources, targets: int64 [M] or [R, M], indices among the step's tokens: the rows, and those whose slots
-                they take; of each request shallow ones first. Where both are the same nothing moves.
+                they take; of each request shallow ones first. A source of -1 is nothing to move.
         """
-        moved = sources != targets
+        moved = sources >= 0
         sources, targets = sources[moved], targets[moved]
         if len(sources) == 0:
             return

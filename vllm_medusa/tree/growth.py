@@ -130,32 +130,44 @@ class _Field(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _field(num_heads: int, top_k: int, num_nodes: int, device: torch.device) -> _Field:
-    """Places that fewer than `num_nodes` others are sure to beat.
-
-    The place with ranks (r1, ..., rd) is never likelier than the places at or above it with ranks (s1, ..., se),
-    e <= d and every s <= r. There are (r1+1) + (r1+1)(r2+1) + ... of these, itself included; all come earlier in the
-    field, so a place with more than N of them is never needed. 130 places remain of 11110 for K=4, R=10, N=16.
-    """
-    paths: list[tuple[int, ...]] = [()]
-    parents = [0]
-    level = [(0, 1, 0)]  # place, places of this depth that beat it, places of any depth that do; itself included
-    for _ in range(num_heads):
-        below = []
-        for place, here, in_all in level:
-            for rank in range(top_k):
-                if in_all + here * (rank + 1) > num_nodes:
-                    break
-                below.append((len(paths), here * (rank + 1), in_all + here * (rank + 1)))
-                paths.append((*paths[place], rank))
-                parents.append(place)
-        level = below
+    """The places of `likely_paths`."""
+    paths = likely_paths(num_heads, top_k, num_nodes)
+    place_of = {path: place for place, path in enumerate(paths)}
     beyond = num_heads * top_k
     columns = [
         [path[head] + head * top_k if head < len(path) else beyond for path in paths] for head in range(num_heads)
     ]
-    facts = [parents, [path[-1] if path else 0 for path in paths], [len(path) for path in paths]]
+    facts = [
+        [place_of[path[:-1]] for path in paths],
+        [path[-1] if path else 0 for path in paths],
+        [len(path) for path in paths],
+    ]
     return _Field(
         torch.tensor(columns, device=device).flatten(),
         torch.arange(len(paths) - 1, -1, -1, device=device),
         torch.tensor(facts, device=device),
     )
+
+
+def likely_paths(num_heads: int, top_k: int, num_nodes: int) -> list[tuple[int, ...]]:
+    """Paths, as ranks by depth, that fewer than `num_nodes` others are sure to beat: shallow ones first, () the root.
+
+    The path with ranks (r1, ..., rd) is never likelier than those at or above it with ranks (s1, ..., se), e <= d and
+    every s <= r. There are (r1+1) + (r1+1)(r2+1) + ... of these, itself included; all come earlier in the list, so a
+    path with more than N of them is never needed. 130 paths remain of 11110 for K=4, R=10, N=16.
+
+    >>> likely_paths(2, 2, 2)
+    [(), (0,), (1,), (0, 0)]
+    """
+    paths: list[tuple[int, ...]] = [()]
+    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 0)]  # path, paths of its depth that beat it, of any depth
+    for _ in range(num_heads):
+        below = []
+        for path, here, in_all in level:
+            for rank in range(top_k):
+                if in_all + here * (rank + 1) > num_nodes:
+                    break
+                below.append(((*path, rank), here * (rank + 1), in_all + here * (rank + 1)))
+        paths += [path for path, _, _ in below]
+        level = below
+    return paths

@@ -51,16 +51,23 @@ def greedy_walk(
     >>> walk.rows.tolist(), walk.tokens.tolist(), walk.lengths.tolist()
     ([[0, 1, 4]], [[10, 13, 14]], [3])
     """
-    standing = torch.zeros_like(num_nodes)
+    # Where the walk goes from each row, looked up for all rows at once; one column more for walks that have ended.
+    nowhere = node_tokens.shape[1] + 1
+    node = torch.arange(1, nowhere, device=parents.device)
+    above = parents.clamp(min=0)
+    agrees = (node_tokens == target_tokens.gather(1, above)) & (node <= num_nodes[:, None]) & (parents >= 0)
+    child = torch.full_like(target_tokens[:, :1], nowhere).repeat(1, nowhere + 1)
+    child.scatter_reduce_(1, above.where(agrees, nowhere), node.where(agrees, nowhere), "amin")
+    standing = torch.zeros_like(num_nodes)[:, None]
     path = [standing]
     while max_depth is None or len(path) <= max_depth:
-        sampled = target_tokens.gather(1, standing.clamp(min=0)[:, None])[:, 0]
-        standing = step_to_child(standing, sampled, node_tokens, parents, num_nodes)
-        if max_depth is None and not bool((standing >= 0).any()):
+        standing = child.gather(1, standing)
+        if max_depth is None and not bool((standing < nowhere).any()):
             break
         path.append(standing)
-    rows = torch.stack(path, dim=1)
-    on_path = rows >= 0
+    rows = torch.cat(path, dim=1)
+    on_path = rows < nowhere
+    rows = rows.where(on_path, -1)
     tokens = target_tokens.gather(1, rows.clamp(min=0)).where(on_path, -1)
     return Walk(rows, tokens, on_path.sum(dim=1))
 

@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import Counts, batch_label
+from vllm_medusa.host.v2.learning import Learning
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
 
 LABELS = 32  # powers of two, more than there are requests in a batch
@@ -25,17 +26,21 @@ class DeviceCounts:
         unsent: what of it the engine core has not been told.
     """
 
-    def __init__(self, trees: SlotTrees, guard: AcceptanceGuard, top_k: int, device: torch.device) -> None:
-        """Count walks of `trees` whose heads offer `top_k` candidates, and tell `guard` how often one is right."""
-        self._trees, self._guard, self._top_k, self._device = trees, guard, top_k, device
-        sizes = {"emitted": 1, "requests": 1, "nodes": LABELS, "by_depth": trees.num_nodes}
-        sizes |= {"drafted": top_k + 1, "accepted": top_k + 1}
+    def __init__(
+        self, trees: SlotTrees, guard: AcceptanceGuard, learning: Learning, top_k: int, device: torch.device
+    ) -> None:
+        """Count walks of `trees` with `top_k` candidates a head; tell `guard` and `learning` what comes of them."""
+        self._trees, self._guard, self._learning, self._top_k, self._device = trees, guard, learning, top_k, device
+        nodes = trees.num_nodes
+        sizes = {"emitted": 1, "requests": 1, "promised": 1, "nodes": LABELS, "by_depth": nodes, "checked": nodes}
+        sizes |= {"reached": nodes + 1}  # by node; none
+        sizes |= {"drafted": top_k + 2, "accepted": top_k + 2}  # by rank; what a text alone expected; no node
         self._names = list(sizes)
         self._ends = np.cumsum(list(sizes.values()))[:-1].tolist()
-        self._sums = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)  # exact up to 2^53
         self._parts = dict(zip(self._names, self._sums.tensor_split(self._ends), strict=True))
         self._known = Counts()  # of the counts in `_sums`, what the host knows itself
-        self._copied: tuple[npt.NDArray[np.int64], Counts] | None = None
+        self._copied: tuple[npt.NDArray[np.float64], Counts] | None = None
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event(blocking=True)
         self.totals, self.unsent = Counts(), Counts()
@@ -60,9 +65,20 @@ class DeviceCounts:
         parts["requests"] += (step.num_nodes > 0).sum()
         parts["nodes"][label.bit_length() - 1] += step.num_nodes.sum()
         parts["by_depth"][: path.shape[1]] += accepted.sum(dim=0)
+        is_node, reach = step.parents >= 0, self._trees.reach[batch.idx_mapping, : step.width]
+        parts["promised"] += reach.where(is_node, 0.0).sum()
+        parts["checked"][: step.width] += (torch.arange(step.width, device=path.device) < step.num_nodes[:, None]).sum(
+            0
+        )
+        self._add("reached", (path - 1).where(accepted, -1))
         ranks = self._trees.ranks[batch.idx_mapping, : step.width]
-        self._add("drafted", ranks.where(step.parents >= 0, -1))
+        self._add("drafted", ranks.where(is_node, -1))
         self._add("accepted", ranks.gather(1, (path - 1).clamp(min=0)).where(accepted, -1))
+
+    def add_seconds(self, seconds: dict[str, float]) -> None:
+        """Seconds by stage of a step that was counted."""
+        for counts in (self.totals, self.unsent):
+            counts.add(Counts(seconds=seconds))
 
     def fetch(self) -> None:
         """Begin to copy what was counted since the last time, on a stream of its own; `collect` has it later."""
@@ -81,18 +97,20 @@ class DeviceCounts:
             return
         self._event.synchronize()
         (sums, counts), self._copied = self._copied, None
-        read = {name: part.tolist() for name, part in zip(self._names, np.split(sums, self._ends), strict=True)}
+        parts = dict(zip(self._names, np.split(sums, self._ends), strict=True))
+        read = {name: part.astype(np.int64).tolist() for name, part in parts.items()}
         counts.add(
             Counts(
                 drafted_nodes={label: read["nodes"][label.bit_length() - 1] for label in counts.steps},
                 emitted_tokens=read["emitted"][0],
                 accepted_by_depth=read["by_depth"],
-                drafted_by_rank=read["drafted"][: self._top_k],
-                accepted_by_rank=read["accepted"][: self._top_k],
+                drafted_by_rank=read["drafted"][:-1],
+                accepted_by_rank=read["accepted"][:-1],
                 candidates=self._top_k,
             )
         )
         self._guard.watch(read["requests"][0], read["by_depth"][0])
+        self._learning.learn_walks(float(parts["promised"][0]), read["reached"][:-1], read["checked"])
         self.totals.add(counts)
         self.unsent.add(counts)
 
@@ -106,7 +124,8 @@ class DeviceCounts:
         self.fetch()
         self.collect()
 
-    def _add(self, name: str, ranks: Tensor) -> None:
-        """Count ranks; those below 0 in a place that nobody reads."""
-        places = ranks.where(ranks >= 0, self._top_k).flatten()
-        self._parts[name].scatter_add_(0, places, torch.ones_like(places))
+    def _add(self, name: str, places: Tensor) -> None:
+        """Count places; those below 0 in the last one, which nobody reads."""
+        part = self._parts[name]
+        places = places.where(places >= 0, len(part) - 1).flatten()
+        part.scatter_add_(0, places, torch.ones_like(places, dtype=part.dtype))

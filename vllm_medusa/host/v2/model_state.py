@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_medusa.host.backend import CheckedRows
-from vllm_medusa.host.tree_cache import TreeCache
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
+from vllm_medusa.host.v2.device_cache import DeviceTreeCache
+from vllm_medusa.host.v2.rows import RowBuffers
 from vllm_medusa.host.v2.sampling import TreeSampler
-from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
+from vllm_medusa.host.v2.slots import SlotTrees
+
+if TYPE_CHECKING:
+    from vllm_medusa.host.v2.cpu_cache import CpuTreeCache
 
 
 @cache
@@ -23,8 +27,9 @@ def with_trees(host: Any) -> Any:
         """The host's hooks around a forward pass, in the order of a step."""
 
         trees: SlotTrees
-        counts: DeviceCounts
-        tree_cache: TreeCache | None = None
+        counts: DeviceCounts | None = None  # set when warm-up is over
+        clock: StageClock[Any]
+        tree_cache: CpuTreeCache | DeviceTreeCache | None = None
         batch: Any = None  # that runs now
 
         def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -36,15 +41,29 @@ def with_trees(host: Any) -> Any:
             """Once layers have their caches."""
             super().initialize_kv_cache(kv_cache_config, block_tables)
             layers = self.vllm_config.compilation_config.static_forward_context
-            self.tree_cache = TreeCache(layers, kv_cache_config)
+            if self.device.type == "cpu" and _is_cpus_own(layers):
+                from vllm_medusa.host.v2.cpu_cache import CpuTreeCache
+
+                self.tree_cache = CpuTreeCache(layers, kv_cache_config)
+                return
+            if self.trees.rows is None:
+                nodes = self.trees.num_nodes
+                self.trees.rows = RowBuffers(self.max_num_tokens, self.max_num_reqs, nodes, self.device)
+            self.tree_cache = DeviceTreeCache(layers, kv_cache_config, self.trees.rows)
+
+        def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
+            """Graphs hold steps of trees with as many rows each; others are cut at attention."""
+            ours = AttentionCGSupport.UNIFORM_BATCH, "Medusa's tree attention"
+            return min(super().get_additional_cg_support(), ours, key=lambda support: support[0].value)
 
         def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
             """The host's sampler for steps without trees, the walk for the others."""
-            return sampler, TreeSampler(sampler, self.trees)
+            return sampler, TreeSampler(sampler, self.trees, self.clock)
 
         def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
             """Slots are known, attention metadata is not built yet: lay the trees over the batch."""
             super().preprocess_state(input_batch, *args, **kwargs)
+            self.clock.begin()
             self.trees.lay(input_batch)
             self.batch = input_batch
 
@@ -55,53 +74,44 @@ def with_trees(host: Any) -> Any:
             block_tables: Any,
             slot_mappings: Any,
             attn_groups: Any,
-            *args: Any,
+            kv_cache_config: Any,
+            for_capture: bool = False,
             **kwargs: Any,
         ) -> dict[str, Any]:
             """Hang the trees on the host's metadata. Dry runs, which nothing lays trees over, stay causal."""
+            where = (block_tables, slot_mappings, attn_groups)
             by_layer: dict[str, Any] = super().prepare_attn(
-                input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
+                input_batch, cudagraph_mode, *where, kv_cache_config, for_capture, **kwargs
             )
-            step = self.trees.step
-            if step is not None and step.batch is input_batch:
-                checked = _checked_rows(step)
-                if len(checked.rows):
-                    assert self.tree_cache is not None
-                    self.tree_cache.attach(by_layer, attn_groups, checked)
+            if self.tree_cache is not None:
+                self.tree_cache.attach(
+                    by_layer,
+                    input_batch,
+                    attn_groups,
+                    block_tables,
+                    slot_mappings,
+                    step=self.trees.step,
+                    for_capture=for_capture,
+                )
             return by_layer
 
         def postprocess_state(self, *args: Any, **kwargs: Any) -> None:
             """The commit, on the stream that ran the step and will run the next."""
             super().postprocess_state(*args, **kwargs)
             step = self.trees.step
+            self.clock.mark("forward" if step is None else "walk")  # the host's own sampler is no stage of its own
             if step is not None and step.walk is not None:
                 assert self.tree_cache is not None
-                self.tree_cache.commit(*_moves(step))
-            self.counts.count(self.batch, step)
+                self.tree_cache.commit(step)
+            if self.counts is not None:
+                self.counts.count(self.batch, step)
+            self.clock.mark("commit")
 
     return TreeModelState
 
 
-def _checked_rows(step: StepTrees) -> CheckedRows:
-    """The rows of requests that have nodes, as attention on the CPU wants them; this reads values."""
-    which = step.num_nodes > 0
-    on_row = torch.arange(step.width + 1) <= step.num_nodes[which][:, None]
-    rows = step.first_token[which][:, None] + torch.arange(step.width + 1)
-    return CheckedRows(
-        requests=which,
-        rows=rows[on_row],
-        context=step.context[which],
-        counts=step.num_nodes[which] + 1,
-        ancestors=step.ancestors[which][on_row],
-        depths=step.depths[which][on_row],
-    )
+def _is_cpus_own(layers: Mapping[str, Any]) -> bool:
+    """Whether the host chose its attention for CPUs; Triton's interpreter serves with that for GPUs."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-
-def _moves(step: StepTrees) -> tuple[Tensor, Tensor]:
-    """Sources and targets int64 [R, D] among the step's tokens, by depth; where nothing moves both are the same."""
-    assert step.walk is not None
-    path = step.walk.rows[:, 1:]
-    depth = torch.arange(1, path.shape[1] + 1, device=path.device)
-    accepted = path >= 0
-    first = step.first_token[:, None]
-    return first + path.where(accepted, 0), first + depth.where(accepted, 0)
+    return any(isinstance(getattr(layer, "impl", None), CPUAttentionBackendImpl) for layer in layers.values())

@@ -6,31 +6,34 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu import model_runner as host
 
-from vllm_medusa.attention.cpu import active_kernel
 from vllm_medusa.config import rank_accuracy_of
-from vllm_medusa.cost import StepCost
 from vllm_medusa.host.guard import AcceptanceGuard
-from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures, Learnt
+from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
 from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.scheduler import WIDTHS
 from vllm_medusa.host.startup import log_choices, logger, time_heads, time_steps
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.target import part_of
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
+from vllm_medusa.host.v2.device_cache import DeviceTreeCache
 from vllm_medusa.host.v2.draft_tokens import TreeDraftTokensHandler
+from vllm_medusa.host.v2.learning import Learning, StepSize
 from vllm_medusa.host.v2.model_state import with_trees
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.host.v2.speculator import MedusaSpeculator
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.growth import grow_static
-from vllm_medusa.widths import best_widths, width_grid
+from vllm_medusa.tree.tensor_lookup import DEEPEST, TensorLookups
+from vllm_medusa.widths import first_ranges
 
 
-class MedusaModelRunnerV2(CPUModelRunner):
+class MedusaModelRunnerV2(host.GPUModelRunner):
     """The host's runner with our model state (`model_state.py`), sampler (`sampling.py`) and drafter (`speculator.py`).
 
     The host calls these three in each step.
@@ -42,11 +45,11 @@ class MedusaModelRunnerV2(CPUModelRunner):
         self.drafter = MedusaProposer(vllm_config)
         self.drafter.part_of = part_of
         self.trees = SlotTrees(self.req_states, self.num_speculative_steps, device)
-        self.speculator = MedusaSpeculator(self.drafter, self.trees)
+        self.clock: StageClock[StepSize] = StageClock(device)
+        self.speculator = MedusaSpeculator(self.drafter, self.trees, self.clock)
         self.draft_tokens_handler = TreeDraftTokensHandler(device, self.trees)
-        self.cost, self.heads_cost = StepCost(), StepCost()
-        self.widths: list[int] | None = None  # nodes by number of requests, where they depend on it
-        self._widths_sent = False
+        self.learning = Learning()
+        self._widths_sent: list[int] | None = None
         self._figures_due = 0.0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -60,9 +63,9 @@ class MedusaModelRunnerV2(CPUModelRunner):
             built: Any = type(state)
             state.__class__ = with_trees(built)
             self.drafter.load_model(model)
-            self.trees.max_depth = self.drafter.max_depth
-            state.trees = self.trees
-            state.counts = self.counts = DeviceCounts(self.trees, guard, self.drafter.top_k, device)
+            self._set_up_trees()
+            state.trees, state.clock = self.trees, self.clock
+            self.counts = DeviceCounts(self.trees, guard, self.learning, self.drafter.top_k, device)
             return state
 
         host.init_model_state = init_model_state
@@ -71,37 +74,76 @@ class MedusaModelRunnerV2(CPUModelRunner):
         finally:
             host.init_model_state = build
 
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
+        """The host measures memory with a row of logits for each request; steps of trees have more."""
+        super()._dummy_sampler_run(hidden_states)
+        settings = self.drafter.settings
+        nodes, requests = settings.num_speculative_tokens, self.max_num_reqs
+        most = requests * (1 + nodes)
+        if settings.adaptive:
+            most = max(2 * requests, *(last * (1 + width) for _, last, width in first_ranges(nodes)))
+        rows = min(most, self.max_num_tokens)
+        self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous()).float().argmax(dim=-1)
+
+    def _set_up_trees(self) -> None:
+        """Once the heads are known: how deep trees get, with the texts of requests or without."""
+        settings, trees = self.drafter.settings, self.trees
+        trees.max_depth = self.drafter.max_depth
+        if settings.prompt_lookup:
+            most = min(DEEPEST, settings.num_speculative_tokens)
+            trees.max_depth = max(trees.max_depth, most)
+            trees.lookups = TensorLookups(self.max_num_reqs, most, self.device)
+
     def measure_step_cost(self) -> None:
-        """Time steps and heads, and choose from that how many nodes are drafted for how many requests."""
+        """Warm-up is over: count from now on, time steps and heads, and choose from that how many nodes to draft."""
+        self.model_state.counts = self.counts
         settings, heads = self.drafter.settings, self.drafter.heads
         if not settings.adaptive:
             return
         assert heads is not None
         nodes = settings.num_speculative_tokens
         for tokens, seconds in time_steps(self, min(self.max_num_tokens, self.max_num_reqs * (1 + nodes))):
-            self.cost.seed(tokens, seconds)
-        for requests, seconds in time_heads(self.drafter, self.drafter.propose_tensors, self.max_num_reqs):
-            self.heads_cost.seed(requests, seconds)
+            self.learning.cost.seed(tokens, seconds)
+
+        def draft(hidden: Tensor, roots: Tensor) -> Tensor:
+            expected = self.trees.expected(torch.arange(len(roots), device=roots.device), self.max_model_len)
+            return self.drafter.propose_tensors(hidden, roots, expected).tokens
+
+        for requests, seconds in time_heads(self.drafter, draft, self.max_num_reqs):
+            self.learning.heads_cost.seed(requests, seconds)
         accuracy = rank_accuracy_of(heads.config)
         reach = (self.drafter.fixed_tree or grow_static(accuracy, nodes)).reach(accuracy)
-        self.widths = best_widths(self.cost, self.heads_cost, reach, width_grid(nodes), self.max_num_reqs)
+        self.learning.choose_from(reach, nodes, self.max_num_reqs, time.monotonic())
+
+    def warm_up_trees(self) -> None:
+        """Compile kernels of ours before the host captures its graphs and forbids to compile."""
+        cache = self.model_state.tree_cache
+        if isinstance(cache, DeviceTreeCache):
+            logger.info("Medusa: compiling kernels for trees of up to %d nodes.", self.trees.num_nodes)
+            cache.warm_up(self.trees.num_nodes)
 
     def log_choices(self) -> None:
         """One line that says what serves."""
-        log_choices(self.drafter, "Model Runner V2", active_kernel(), "the host's sampler on the device")
+        log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "the host's sampler")
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The host's second half of a step; beside its tokens the engine core gets what it should know."""
         output = super().sample_tokens(*args, **kwargs)
-        if isinstance(output, host.AsyncOutput):
+        if isinstance(output, host.AsyncOutput) and self.model_state.counts is not None:
+            self._learn()
             self._tell(output.model_runner_output)
         return output
 
+    def _learn(self) -> None:
+        """Note the step's end, and learn from the seconds of steps that are through by now."""
+        batch = self.model_state.batch
+        self.clock.end(None if batch.has_prefill else StepSize(batch.num_tokens, batch.num_reqs))
+        for size, seconds in self.clock.finished():
+            self.counts.add_seconds(seconds)
+            self.learning.learn_step(size, seconds)
+
     def _tell(self, output: Any) -> None:
-        """The first step's output brings what was measured; now and then one brings figures of steps before it."""
-        if self.widths is not None and not self._widths_sent:
-            setattr(output, WIDTHS, self.widths)
-            self._widths_sent = True
+        """Now and then an output brings figures of steps before it, and how many nodes pay by them."""
         now = time.monotonic()
         if now < self._figures_due:
             return
@@ -110,22 +152,32 @@ class MedusaModelRunnerV2(CPUModelRunner):
         self.counts.fetch()
         unsent, self.counts.unsent = self.counts.unsent, Counts()
         if unsent.steps:
-            learnt = Learnt(step_seconds=self.cost.by_size(), heads_seconds=self.heads_cost.by_size())
-            setattr(output, FIGURES, Figures(unsent, learnt))
+            setattr(output, FIGURES, Figures(unsent, self.learning.learnt()))
+        self.learning.choose(now)
+        if self.learning.widths != self._widths_sent:
+            self._widths_sent = self.learning.widths
+            setattr(output, WIDTHS, self._widths_sent)
 
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
-        """Totals since the last reset (see `Statistics.report`; no times: nothing waits for the device), and costs.
+        """Totals since the last reset (see `Statistics.report`), and what is learnt. This waits for the device.
 
-        `cost`: seconds of steps by tokens, `heads_cost`: of the heads by requests, `widths`: nodes by requests, all as
-        measured before serving.
+        `cost`: step times by tokens, without the heads; `heads_cost`: times of drafting by requests; `trust`: the share
+        of promised tokens that came true; `widths`: nodes by requests; `lookup_odds`: how often a match of 1, 2, ...
+        tokens goes on.
         """
         report = Statistics(totals=self.counts.report()).report()
         if reset:
             self.counts.reset()
         return report | {
-            "kernel": active_kernel(),
+            "kernel": self.model_state.tree_cache.kernel,
             "candidates": self.drafter.top_k,
-            "cost": self.cost.table(),
-            "heads_cost": self.heads_cost.table(),
-            "widths": self.widths,
+            "cost": self.learning.cost.table(),
+            "heads_cost": self.learning.heads_cost.table(),
+            "trust": round(self.learning.trust.share, 4),
+            "widths": self.learning.widths,
+            "lookup_odds": self.trees.lookups.odds() if self.trees.lookups is not None else [],
         }
+
+
+class MedusaCPUModelRunnerV2(MedusaModelRunnerV2, CPUModelRunner):
+    """The same over the host's runner for CPUs."""

@@ -2,8 +2,8 @@
 
 Random numbers of this runner are a function of the request's seed, the row's position and the token. A node has its
 depth as position, so the token drawn at a node is the one that plain decoding would draw there, in whatever order or
-company rows are sampled. So greedy requests sample all rows at once and walk afterwards; where sampling costs more,
-only the rows on which requests stand are sampled, one depth after the other.
+company rows are sampled. So all rows are sampled at once and walked afterwards; where that costs more, or the tokens
+before a row count, only the rows on which requests stand are sampled, one depth after the other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
 from vllm_medusa.tree.walk import Walk, greedy_walk, step_to_child
+
+# Rows that cost as much to process as a round of the walk does for being one: about 0.1 ms of launches, against a few
+# passes over a row of 128 Ki float32 at 4 TB/s. Predicted, not measured.
+ROWS_OF_A_ROUND = 64
 
 
 class _Rows(NamedTuple):
@@ -49,10 +54,9 @@ class _Rows(NamedTuple):
 class TreeSampler:
     """Stands where the host has its rejection sampler. See `host.v1.sampling.TreeSampler` for why it is lossless."""
 
-    def __init__(self, sampler: Sampler, trees: SlotTrees) -> None:
-        """Walk `trees` with the host's `sampler`."""
-        self.sampler = sampler
-        self.trees = trees
+    def __init__(self, sampler: Sampler, trees: SlotTrees, clock: StageClock[Any]) -> None:
+        """Walk `trees` with the host's `sampler`, telling the `clock`."""
+        self.sampler, self.trees, self.clock = sampler, trees, clock
 
     def __call__(
         self, logits: Tensor, batch: Any, draft_logits: Tensor | None = None, invalid_drafts: Tensor | None = None
@@ -70,6 +74,7 @@ class TreeSampler:
         """
         step = self.trees.step
         assert step is not None and step.batch is batch
+        self.clock.mark("forward")
         nans = get_num_nans(logits) if self.sampler.compute_nans else None
         tokens = batch.input_ids[batch.logits_indices]
         rows = _Rows(
@@ -78,10 +83,7 @@ class TreeSampler:
             tokens if invalid_drafts is None else tokens.masked_fill(invalid_drafts, -1),
             batch.seq_lens_cpu_upper_bound.numpy(),
         )
-        if self._only_argmax(batch.idx_mapping_np):
-            walk, processed = self._walk_at_once(rows, step), None
-        else:
-            walk, processed = self._walk_by_depth(rows, step)
+        walk, processed = (self._walk_at_once if self._at_once(rows, step) else self._walk_by_depth)(rows, step)
         step.walk = walk
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walk.lengths.to(torch.int32),
@@ -98,10 +100,22 @@ class TreeSampler:
             num_rejected=num_rejected,
         )
 
-    def _only_argmax(self, slots: npt.NDArray[np.intp]) -> bool:
-        """Whether all requests take the likeliest token as the logits are: then any row costs next to nothing."""
+    def _depth(self, step: StepTrees) -> int:
+        """No walk of the step goes deeper."""
+        return min(self.trees.max_depth, step.width)
+
+    def _at_once(self, rows: _Rows, step: StepTrees) -> bool:
+        """Whether to sample all rows first and walk afterwards.
+
+        Where all requests take the likeliest token as the logits are, any row costs next to nothing. Else rows are
+        copied and processed, a gigabyte at most.
+        """
+        slots, (count, vocab) = step.batch.idx_mapping_np, rows.logits.shape
         greedy = self.sampler.sampling_states.temperature.np[slots] == 0.0
-        return bool(greedy.all() and not self.sampler.needs_logits_processing[slots].any())
+        if greedy.all() and not self.sampler.needs_logits_processing[slots].any():
+            return True
+        most = min(get_max_chunk_logits(vocab), ROWS_OF_A_ROUND * (1 + self._depth(step)))
+        return count <= most and not self._reads_history(slots)
 
     def _reads_history(self, slots: npt.NDArray[np.intp]) -> bool:
         """Whether a request's logits depend on the tokens before a row, beyond their number."""
@@ -111,36 +125,33 @@ class TreeSampler:
             or (thinking.enabled and thinking.use_thinking_budget[slots].any())
         )
 
-    def _walk_at_once(self, rows: _Rows, step: StepTrees) -> Walk:
-        batch = step.batch
-        sampled, _ = self.sampler.sample(
-            rows.logits,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            rows.positions,
-            rows.tokens,
-            batch.expanded_local_pos,
-            rows.lengths,
+    def _walk_at_once(self, rows: _Rows, step: StepTrees) -> tuple[Walk, Tensor | None]:
+        """As `_walk_by_depth`."""
+        batch, shown = step.batch, self._shown(step)
+        sampled, processed = self.sampler.sample(
+            *(rows.logits, batch.expanded_idx_mapping, batch.idx_mapping, batch.idx_mapping_np),
+            *(rows.positions, rows.tokens, batch.expanded_local_pos, rows.lengths),
+            return_logprobs=shown,
         )
-        return greedy_walk(
+        walk = greedy_walk(
             step.rows_of(sampled.to(torch.int64), -1),
             step.rows_of(rows.tokens, -1)[:, 1:],
             step.parents,
             step.num_nodes,
-            max_depth=min(self.trees.max_depth, step.width),
+            max_depth=self._depth(step),
         )
+        return walk, _on_path(processed, step, walk) if shown else None
 
     def _walk_by_depth(self, rows: _Rows, step: StepTrees) -> tuple[Walk, Tensor | None]:
         """The walk, and processed logits [R * (D + 1), V] of its rows where the host is to show them."""
         node_tokens = step.rows_of(rows.tokens, -1)[:, 1:]
         standing = torch.zeros_like(step.num_nodes)
         reads_history = self._reads_history(step.batch.idx_mapping_np)
-        shown = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES and self._wanted(step) is not None
+        shown = self._shown(step)
         path: list[Tensor] = []
         emitted: list[Tensor] = []
         processed: list[Tensor | None] = []
-        for depth in range(1 + min(self.trees.max_depth, step.width)):
+        for depth in range(1 + self._depth(step)):
             if depth:
                 standing = step_to_child(standing, emitted[-1], node_tokens, step.parents, step.num_nodes)
             path.append(standing)
@@ -197,10 +208,13 @@ class TreeSampler:
             logits.append(processed[length - 1 :: length] if shown else None)
         return torch.cat(tokens), torch.cat(logits) if shown else None  # type: ignore[arg-type]
 
+    def _shown(self, step: StepTrees) -> bool:
+        """Whether logits are shown as processors leave them."""
+        return self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES and self._wanted(step) is not None
+
     def _wanted(self, step: StepTrees) -> tuple[int, int] | None:
         """How many log-probabilities, and of how many named tokens, a request wants at most; None: nobody wants any."""
-        wanted: tuple[int, int] | None = self.sampler.get_logprobs_dims(step.batch.idx_mapping_np)
-        return wanted
+        return self.sampler.get_logprobs_dims(step.batch.idx_mapping_np)
 
     def _logprobs(
         self, logits: Tensor, processed: Tensor | None, step: StepTrees, walk: Walk
@@ -210,10 +224,8 @@ class TreeSampler:
         if wanted is None:
             return None
         batch, (count, length) = step.batch, walk.rows.shape
-        if processed is None:
-            processed = logits[(step.first_logit[:, None] + walk.rows.clamp(min=0)).flatten()]
         return compute_topk_scores(
-            processed,
+            _on_path(logits, step, walk) if processed is None else processed,
             wanted[0],
             walk.tokens.clamp(min=0).flatten(),
             list(range(0, (count + 1) * length, length)),
@@ -222,6 +234,11 @@ class TreeSampler:
             max_per_req_token_ids=wanted[1],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def _on_path(logits: Tensor, step: StepTrees, walk: Walk) -> Tensor:
+    """[R * (D + 1), V], the rows of logits [L, V] on each walk; the root's where a walk has ended."""
+    return logits[(step.first_logit[:, None] + walk.rows.clamp(min=0)).flatten()]
 
 
 def _reads_history(processor: Any, slots: npt.NDArray[np.intp]) -> bool:

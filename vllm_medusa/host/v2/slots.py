@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_medusa.host.v2.rows import RowBuffers
+from vllm_medusa.tree.tensor_lookup import TensorExpected, TensorLookups
 from vllm_medusa.tree.tensors import TensorTrees, climb
 from vllm_medusa.tree.topology import num_words
 from vllm_medusa.tree.walk import Walk
@@ -46,6 +48,16 @@ class StepTrees:
         """The most nodes of any request (n)."""
         return self.parents.shape[1]
 
+    def moves(self) -> tuple[Tensor, Tensor]:
+        """What the commit moves, by depth: int64 [R, D] and int64 [R, D], indices among the step's tokens: of accepted
+        rows, -1 where nothing moves, and of those whose slots they take."""
+        assert self.walk is not None
+        path = self.walk.rows[:, 1:]
+        depth = torch.arange(1, path.shape[1] + 1, device=path.device)
+        moved = (path >= 0) & (path != depth)
+        first = self.first_token[:, None]
+        return (first + path).where(moved, -1), first + depth.where(moved, 0)
+
     def rows_of(self, values: Tensor, fill: int = 0) -> Tensor:
         """Spread values by row of logits [L] over [R, n + 1]; `fill` where a request has no such row."""
         index = self.first_logit[:, None] + torch.arange(self.width + 1, device=values.device)
@@ -58,7 +70,9 @@ class SlotTrees:
 
     Attributes:
         step: the trees of the step that runs now; None if it checks none.
+        rows: where attention on a GPU reads what they may see; None on a CPU.
         max_depth: no node is deeper; set once the heads are known.
+        lookups: what texts expect next; None: they are not asked. Set with `max_depth`.
     """
 
     def __init__(self, req_states: Any, num_nodes: int, device: torch.device) -> None:
@@ -69,15 +83,19 @@ class SlotTrees:
         self.max_depth = num_nodes
         self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int64, device=device)
         self.ranks = torch.full_like(self.parents, -1)
+        self.reach = torch.zeros(slots, num_nodes, device=device)
         self.depths = torch.zeros(slots, num_nodes + 1, dtype=torch.int64, device=device)
         self.ancestors = torch.zeros(slots, num_nodes + 1, num_words(num_nodes), dtype=torch.int64, device=device)
         self.step: StepTrees | None = None
+        self.rows: RowBuffers | None = None
+        self.lookups: TensorLookups | None = None
 
     def put(self, slots: Tensor, trees: TensorTrees) -> None:
         """Remember the trees that were drafted for `slots` (int64 [R])."""
         depths, ancestors = climb(trees.parents, self.max_depth)
         self.parents[slots] = trees.parents
         self.ranks[slots] = trees.ranks
+        self.reach[slots] = trees.reach
         self.depths[slots] = depths
         self.ancestors[slots] = ancestors
 
@@ -85,8 +103,25 @@ class SlotTrees:
         """A slot has a new request: what was drafted for the one before is none of its nodes."""
         self.parents[slot].fill_(-1)
         self.ranks[slot].fill_(-1)
+        self.reach[slot].zero_()
         self.depths[slot].zero_()
         self.ancestors[slot].zero_()
+        if self.lookups is not None:
+            self.lookups.clear(slot)
+
+    def expected(self, slots: Tensor, longest: int) -> TensorExpected | None:
+        """What the texts of `slots` (int64 [R]) expect next, the tokens of this step included; None: nobody asks.
+
+        For a prompt that is not computed to its end it is what follows the whole of it.
+
+        Args:
+            slots: each once.
+            longest: no text is longer.
+        """
+        if self.lookups is None:
+            return None
+        states = self._req_states
+        return self.lookups.follow(states.all_token_ids.gpu, states.total_len.gpu, slots, longest)
 
     def lay(self, batch: Any) -> None:
         """Lay the scheduled trees over the host's batch, and give nodes their depth as position.
@@ -118,4 +153,7 @@ class SlotTrees:
         places, of_row, local = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
         root = batch.positions[places] - local
         has_tree = root >= self._req_states.prefill_len.gpu[of_row]
-        batch.positions[places] = root + self.depths[of_row, local].where(has_tree, local)
+        depths = self.depths[of_row, local]
+        batch.positions[places] = root + depths.where(has_tree, local)
+        if self.rows is not None:
+            self.rows.put(places, local, has_tree, depths, self.ancestors[of_row, local])

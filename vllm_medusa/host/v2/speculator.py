@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.proposer import MedusaProposer
+from vllm_medusa.tree.tensor_lookup import TensorExpected
 from vllm_medusa.tree.tensors import TensorTrees
 
 
@@ -19,10 +21,9 @@ class MedusaSpeculator(BaseSpeculator):
     draft_logits = None  # nodes are the heads' likeliest tokens
     supports_mm_inputs = False
 
-    def __init__(self, proposer: MedusaProposer, trees: SlotTrees) -> None:
-        """Draft with `proposer` into `trees`."""
-        self.proposer = proposer
-        self.trees = trees
+    def __init__(self, proposer: MedusaProposer, trees: SlotTrees, clock: StageClock[Any]) -> None:
+        """Draft with `proposer` into `trees`, telling the `clock`."""
+        self.proposer, self.trees, self.clock = proposer, trees, clock
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """The heads are a few products after the step: no graphs of their own."""
@@ -67,10 +68,13 @@ class MedusaSpeculator(BaseSpeculator):
         else:
             walk = step.walk
             rows = step.first_token + walk.rows.gather(1, walk.lengths[:, None] - 1)[:, 0]
-        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0])
+        known = input_batch.seq_lens_cpu_upper_bound.numpy()[: len(slots)]  # without the step's last token
+        expected = self.trees.expected(slots, int(known.max()) + 1)
+        drafted = self._draft(slots, last_hidden_states[rows], last_sampled[slots, 0], expected)
         self.trees.put(slots, drafted)
+        self.clock.mark("propose")
         return drafted.tokens
 
-    def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor) -> TensorTrees:
-        """Trees for `slots` (int64 [R]), from their hidden rows [R, H] and root tokens int64 [R]."""
-        return self.proposer.propose_tensors(hidden, roots)
+    def _draft(self, slots: Tensor, hidden: Tensor, roots: Tensor, expected: TensorExpected | None) -> TensorTrees:
+        """Trees for `slots` (int64 [R]), from their hidden rows [R, H], root tokens int64 [R] and texts."""
+        return self.proposer.propose_tensors(hidden, roots, expected)

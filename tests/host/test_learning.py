@@ -1,0 +1,139 @@
+"""What serving on Model Runner V2 teaches, from figures written by hand; its clock, with events that are scripted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_medusa.host.v2.clock import StageClock
+from vllm_medusa.host.v2.learning import TRY_EVERY, Learning, StepSize
+
+CPU = torch.device("cpu")
+
+
+def learning(nodes: int = 8, most: int = 16) -> Learning:
+    """A machine on which four tokens a step cost as much as one; heads that are right half the time."""
+    found = Learning()
+    for tokens, seconds in ((1, 0.010), (4, 0.010), (8, 0.020), (64, 0.160), (256, 0.640)):
+        found.cost.seed(tokens, seconds)
+    for requests in (1, 16):
+        found.heads_cost.seed(requests, 0.0005)
+    found.choose_from([0.5, 0.25, 0.125], nodes, most, now=100.0)
+    return found
+
+
+def test_nodes_are_chosen_by_cost_and_reach() -> None:
+    assert learning().widths == [2, 2, 2, *[0] * 14]
+
+
+def test_steps_that_got_cheaper_bring_nodes() -> None:
+    found = learning()
+    for _ in range(400):
+        for tokens in (1, 4, 8, 16, 32):
+            found.learn_step(StepSize(tokens, 4), {"step": 0.011, "propose": 0.001})
+    found.choose(now=101.0)
+    assert found.widths is not None and found.widths[4] == 4, "as many nodes as were ever right"
+    assert found.learnt().step_seconds[8] == pytest.approx(0.010, rel=0.05)
+    assert found.learnt().heads_seconds[4] == pytest.approx(0.001, rel=0.2)
+
+
+def test_a_step_that_drafted_nothing_says_nothing_of_the_heads() -> None:
+    found = learning()
+    before = found.heads_cost.table()
+    found.learn_step(StepSize(4, 4), {"step": 0.011})
+    assert found.heads_cost.table() == before
+
+
+def test_nodes_that_are_never_reached_are_not_drafted_but_tried_again() -> None:
+    found = learning()
+    found.learn_walks(100.0, [0] * 8, [1000] * 8)
+    found.choose(now=101.0)
+    assert found.widths == [0] * 17 and found.trust.share < 0.3
+    found.choose(now=100.0 + TRY_EVERY)
+    assert found.widths == [2] * 17, "the smallest number of nodes"
+    found.choose(now=100.25 + TRY_EVERY)
+    assert found.widths == [0] * 17
+    found.learn_walks(1000.0, [4000, 3000, 0, 0, 0, 0, 0, 0], [4000, 4000, 0, 0, 0, 0, 0, 0])
+    found.choose(now=100.5 + TRY_EVERY)
+    assert found.widths is not None and found.widths[1] == 2
+
+
+def test_a_user_s_own_numbers_stay() -> None:
+    found = Learning()
+    found.learn_walks(10.0, [5, 0], [10, 10])
+    found.choose(now=1.0)
+    assert found.widths is None and found.trust.share == pytest.approx(37 / 42)
+
+
+def test_stages_are_parts_of_a_step() -> None:
+    clock: StageClock[str] = StageClock(CPU)
+    clock.begin()
+    for stage, seconds in (("forward", 0.02), ("walk", 0.01), ("", 0.02), ("walk", 0.01)):
+        time.sleep(seconds)
+        clock.mark(stage)
+    clock.end("a step")
+    ((about, seconds),) = clock.finished()
+    assert about == "a step" and list(clock.finished()) == []
+    assert seconds.keys() == {"step", "forward", "walk"}
+    assert seconds["forward"] >= 0.02 and seconds["walk"] >= 0.02
+    assert seconds["step"] - seconds["forward"] - seconds["walk"] >= 0.02
+
+
+def test_steps_that_tell_nothing_are_forgotten() -> None:
+    clock: StageClock[str] = StageClock(CPU)
+    clock.mark("forward")  # a dry run: no step has begun
+    clock.end("a dry run")
+    clock.begin()
+    clock.end(None)
+    clock.begin()  # and never ended
+    clock.begin()
+    clock.end("a step")
+    assert [about for about, _ in clock.finished()] == ["a step"]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Events as a device has them, each a millisecond behind the one before; they pass when a test says so."""
+    made: list[Any] = []
+
+    class Event:
+        passed = False
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = float(len(made))
+            made.append(self)
+
+        def record(self, stream: Any) -> None:
+            assert stream == "the current stream"
+
+        def query(self) -> bool:
+            return self.passed
+
+        def elapsed_time(self, after: Any) -> float:
+            assert self.passed and after.passed, "reading it would wait"
+            return float(after.at - self.at)
+
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Event=Event, current_stream=lambda _: "the current stream"))
+    yield made
+
+
+def test_events_are_read_once_they_have_passed(events: list[Any]) -> None:
+    clock: StageClock[int] = StageClock(torch.device("cuda"))
+    for step in range(2):
+        clock.begin()
+        clock.mark("forward")
+        clock.end(step)
+    assert list(clock.finished()) == []
+    for event in events[:3]:
+        event.passed = True
+    assert list(clock.finished()) == [(0, {"step": 0.002, "forward": 0.001})]
+    assert list(clock.finished()) == []
+    for event in events[3:]:
+        event.passed = True
+    assert [about for about, _ in clock.finished()] == [1]

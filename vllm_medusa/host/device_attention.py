@@ -1,0 +1,117 @@
+"""Attention on a GPU for batches in which some requests check trees: tree rows to our kernel, the rest to the host's.
+
+As on a CPU (backend.py) the layers of a Medusa engine adopt a subclass of the implementation that the host chose for
+them: FlashAttention or Triton. The host's choice stays its own, and other engines of the process know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from vllm_medusa.attention.triton import tree_attention
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.host.layers import decoder_layers
+
+HOSTS_OWN = (FlashAttentionImpl, TritonAttentionImpl)
+
+
+@dataclass(frozen=True)
+class LeadingTrees:
+    """What the layers of one attention group need to know about a step whose first requests check trees.
+
+    Attributes:
+        num_rows: tokens of these requests, the first of the step.
+        inputs: arguments of `tree_attention` that all layers share.
+        others: the host's metadata for the requests behind them; None if there are none.
+    """
+
+    num_rows: int
+    inputs: dict[str, Any]
+    others: Any = None
+
+
+@cache
+def with_trees(host: Any) -> Any:
+    """A subclass of the host's attention, with our mask for rows that are tree nodes."""
+
+    class DeviceTreeAttentionImpl(host):
+        """Rows of trees come first in a step, so each part is a slice."""
+
+        checks_trees = True
+
+        def forward(
+            self,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            attn_metadata: Any,
+            output: Tensor,
+            output_scale: Tensor | None = None,
+            output_block_scale: Tensor | None = None,
+        ) -> Tensor:
+            """As the host's: query [T, Hq, D], key and value [T, Hkv, D], output [T, Hq, D] is filled and returned."""
+            trees: LeadingTrees | None = getattr(attn_metadata, "trees", None)
+            scales = (output_scale, output_block_scale)
+            if trees is None:
+                return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            n = trees.num_rows
+            if trees.others is not None:
+                super().forward(layer, query[n:], key[n:], value[n:], kv_cache, trees.others, output[n:], *scales)
+            attend(self, query[:n], kv_cache, output[:n], trees.inputs)
+            return output
+
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            """Our kernel writes what the model computes in."""
+            return False
+
+    return DeviceTreeAttentionImpl
+
+
+def attend(impl: Any, query: Tensor, kv_cache: Tensor, output: Tensor, inputs: dict[str, Any]) -> None:
+    """Attention of tree rows alone, query [T, Hq, D], by a layer's own scale, soft cap and window."""
+    keys, values = kv_cache.split(impl.head_size, dim=-1)
+    tree_attention(
+        query,
+        keys,
+        values,
+        output,
+        **inputs,
+        scale=impl.scale,
+        softcap=float(impl.logits_soft_cap),
+        sliding_window=window_of(impl),
+    )
+
+
+def window_of(impl: Any) -> int:
+    """Keys that a row of this layer sees, itself included; -1: all. The host says how many lie before it."""
+    before = -1 if impl.sliding_window is None else int(impl.sliding_window[0])
+    return before + 1 if before >= 0 else -1
+
+
+def adopt(layers: Iterable[Any]) -> list[Any]:
+    """Give every decoder attention layer of a model our implementation; returns these layers.
+
+    Raises:
+        MedusaError: a layer that cannot check trees, or a host's attention that cannot share its cache with our kernel.
+    """
+    layers = list(layers)
+    for layer in layers:
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None and not isinstance(layer.impl, HOSTS_OWN):
+            fix = "tree rows share a cache with FLASH_ATTN or TRITON_ATTN; set attention_backend to one of them"
+            raise MedusaError.of("attention_backend", backend.get_name(), fix)
+    adopted = decoder_layers(layers, HOSTS_OWN)
+    for layer in adopted:
+        if not getattr(layer.impl, "checks_trees", False):
+            host: Any = type(layer.impl)
+            layer.impl.__class__ = with_trees(host)
+    return adopted

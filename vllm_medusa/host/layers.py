@@ -1,0 +1,44 @@
+"""The attention layers of a target: those that can check trees, or one error that names the first that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from vllm_medusa.errors import MedusaError
+
+
+def decoder_layers(layers: Iterable[Any], implementations: tuple[type, ...]) -> list[Attention]:
+    """The attention layers among a model's, all of them able to check trees.
+
+    Args:
+        layers: the host's layers with a forward pass of their own.
+        implementations: of attention that tree rows can share a cache with.
+
+    Raises:
+        MedusaError: a layer with a feature that tree rows do not have, or with another implementation.
+    """
+    found = []
+    for layer in layers:
+        if not isinstance(layer, Attention):
+            continue
+        impl: Any = layer.impl
+        # Subclasses of the host's layer see keys in ways of their own (chunks, cross attention, sinks).
+        plain = type(layer) is Attention and impl.attn_type == AttentionType.DECODER
+        if not plain or not issubclass(type(impl), implementations):
+            fix = f"attention by {type(layer).__name__} with {type(impl).__name__} cannot check trees yet"
+            raise MedusaError.of("model", layer.layer_name, fix)
+        for what, present in (
+            ("ALiBi", impl.alibi_slopes is not None),
+            ("attention sinks", impl.sinks is not None),
+            ("a quantised KV cache", is_quantized_kv_cache(impl.kv_cache_dtype)),
+            ("values of another size than keys", layer.head_size_v != layer.head_size),
+        ):
+            if present:
+                raise MedusaError.of("model", layer.layer_name, f"attention with {what} cannot check trees yet")
+        found.append(layer)
+    return found

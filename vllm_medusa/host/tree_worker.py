@@ -1,0 +1,44 @@
+"""What the workers of Medusa engines have in common, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_medusa.errors import MedusaError
+from vllm_medusa.host.choice import Runner, check_runner
+from vllm_medusa.host.compat import V2_CONTRACT, Symbol, find_problems
+from vllm_medusa.host.startup import logger
+from vllm_medusa.host.statistics import in_one_line
+
+
+def check_host(vllm_config: Any, *contract: Symbol) -> Runner:
+    """In a worker, before anything is built: the host has what we rely on, `contract` as well; which runner serves.
+
+    Raises:
+        MedusaError: it has not, or chose a runner for which settings were not checked.
+    """
+    runner = check_runner(vllm_config)
+    problems = find_problems(contract + (V2_CONTRACT if runner == "V2" else ()))
+    if problems:
+        raise MedusaError("medusa: this vLLM cannot run Medusa trees: " + "; ".join(problems))
+    return runner
+
+
+class TreeWorker:
+    """What both workers have, beside the host's own methods."""
+
+    model_runner: Any
+
+    def compile_or_warm_up_model(self) -> Any:
+        """The host's warm-up, then a short measurement: what a step costs by its tokens."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.model_runner.measure_step_cost()
+        self.model_runner.log_choices()
+        return times
+
+    def medusa_report(self, reset: bool = False, log: bool = False) -> dict[str, Any]:
+        """Figures since the last reset, by `llm.collective_rpc("medusa_report")`; `log`: in one log line too."""
+        report: dict[str, Any] = self.model_runner.medusa_report(reset)
+        if log:
+            logger.info(in_one_line(report))
+        return report

@@ -1,0 +1,217 @@
+"""The KV cache of a GPU engine whose layers check trees: what a step's rows may see, and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+from vllm_medusa.attention.triton import SPLITS, Tiles
+from vllm_medusa.attention.triton_check import check_kernels
+from vllm_medusa.attention.triton_mover import SlotMover
+from vllm_medusa.host.device_attention import LeadingTrees, adopt, attend, window_of
+from vllm_medusa.host.v2.rows import RowBuffers
+from vllm_medusa.host.v2.slots import StepTrees
+
+
+class DeviceTreeCache:
+    """Attention layers by KV cache group; nothing here waits for the device.
+
+    Attributes:
+        rows: what each row of a step may see.
+        kernel: what attends.
+    """
+
+    kernel = "triton"
+
+    def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any, rows: RowBuffers) -> None:
+        """Adopt the layers.
+
+        Args:
+            layers: the host's `static_forward_context`.
+            kv_cache_config: the host's, with a list of layer names per group.
+            rows: to be filled before `attach`.
+        """
+        self._layers = adopt(layers.values())
+        names = {layer.layer_name for layer in self._layers if layer.kv_sharing_target_layer_name is None}
+        self._owners = [
+            [layers[name] for name in group.layer_names if name in names] for group in kv_cache_config.kv_cache_groups
+        ]
+        self._config = kv_cache_config
+        # Made when first needed: the host throws away the caches with which it measures its memory.
+        self._movers: list[list[SlotMover]] = []
+        self._slots: Tensor | None = None
+        self.rows = rows
+
+    def attach(
+        self,
+        by_layer: Mapping[str, Any],
+        batch: Any,
+        attn_groups: Sequence[Sequence[Any]],
+        block_tables: Sequence[Tensor],
+        slot_mappings: Tensor,
+        *,
+        step: StepTrees | None,
+        for_capture: bool,
+    ) -> None:
+        """Hang a step's trees on the host's attention metadata.
+
+        Args:
+            by_layer: the host's metadata by layer name; layers of one attention group share one.
+            batch: the host's, of R requests, those with drafts first.
+            attn_groups: the host's attention groups by KV cache group.
+            block_tables: int32 [R, n] by KV cache group.
+            slot_mappings: int64 [groups, tokens].
+            step: unused: `rows` knows its trees.
+            for_capture: a CUDA graph is recorded, for batches of as many rows for each request as this one has.
+        """
+        self._slots = slot_mappings
+        scheduled = batch.num_scheduled_tokens
+        trees = batch.num_reqs if for_capture and _is_uniform(scheduled) else leading_trees(batch)
+        if trees == 0:
+            return
+        num_rows = int(batch.query_start_loc_np[trees])
+        others: Mapping[str, Any] = {}
+        tables = {}
+        for groups in attn_groups:
+            for group in groups:
+                table = by_layer[group.layer_names[0]].block_table
+                # Where the host maps its blocks to smaller ones, it does so in one place for all metadata.
+                alone = trees == batch.num_reqs or group.kernel_block_size is None
+                tables[group.layer_names[0]] = table if alone else table[:trees].clone()
+        if trees < batch.num_reqs:
+            others = self._host_part(batch, attn_groups, block_tables, slot_mappings, trees, num_rows)
+        else:
+            trees = len(batch.seq_lens)  # with those that fill up a graph
+        starts = batch.query_start_loc[: trees + 1]
+        inputs = {
+            "context_lens": self.rows.set_context(batch.seq_lens[:trees], starts),
+            "query_start_loc": starts,
+            "ancestors": self.rows.ancestors[:num_rows],
+            "depths": self.rows.depths[:num_rows],
+            "max_rows": int(scheduled[: min(trees, len(scheduled))].max()),
+            "max_context": self._longest(by_layer, batch, trees),
+        }
+        for groups in attn_groups:
+            for group in groups:
+                first = group.layer_names[0]
+                own = inputs | {"block_table": tables[first][:trees]}
+                by_layer[first].trees = LeadingTrees(num_rows, own, others.get(first))
+
+    @staticmethod
+    def _longest(by_layer: Mapping[str, Any], batch: Any, trees: int) -> int:
+        """No request of a tree is longer; while a graph is recorded, no request that it will ever serve."""
+        if trees < batch.num_reqs:
+            return int(batch.seq_lens_cpu_upper_bound[:trees].max())
+        return int(next(iter(by_layer.values())).max_seq_len)
+
+    def _host_part(
+        self,
+        batch: Any,
+        attn_groups: Any,
+        block_tables: Sequence[Tensor],
+        slot_mappings: Tensor,
+        trees: int,
+        num_rows: int,
+    ) -> Mapping[str, Any]:
+        """The host's metadata for the requests behind the first `trees` alone."""
+        upper = batch.seq_lens_cpu_upper_bound[trees : batch.num_reqs]
+        built: Mapping[str, Any] = build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=batch.num_reqs - trees,
+            num_tokens=batch.num_tokens - num_rows,
+            query_start_loc_gpu=batch.query_start_loc[trees : batch.num_reqs + 1] - num_rows,
+            query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[trees : batch.num_reqs + 1] - num_rows),
+            max_query_len=int(batch.num_scheduled_tokens[trees:].max()),
+            seq_lens=batch.seq_lens[trees:],
+            max_seq_len=int(upper.max()),
+            block_tables=[table[trees:] for table in block_tables],
+            slot_mappings=slot_mappings[:, num_rows:],
+            kv_cache_config=self._config,
+            seq_lens_cpu_upper_bound=upper,
+            positions=batch.positions[num_rows:],
+            is_prefilling=torch.from_numpy(batch.is_prefilling_np[trees:]),
+            req_idx=batch.idx_mapping_np[trees:],
+        )
+        return built
+
+    def warm_up(self, num_nodes: int) -> None:
+        """Compile what trees of up to `num_nodes` nodes may need: the host compiles nothing while it serves.
+
+        Raises:
+            MedusaError: on this device our kernels give other results than arithmetic does.
+        """
+        device = self.rows.depths.device
+        inputs = {
+            "block_table": torch.zeros(1, 1, dtype=torch.int32, device=device),
+            "context_lens": self.rows.context[:1],
+            "query_start_loc": torch.zeros(2, dtype=torch.int32, device=device),  # one request without rows
+            "ancestors": self.rows.ancestors[:1],
+            "depths": self.rows.depths[:1],
+            "max_context": 0,
+        }
+        kinds = {(layer.num_heads, layer.head_size, layer.impl.sliding_window): layer for layer in self._layers}
+        for layer in kinds.values():
+            cache = layer.kv_cache
+            check_kernels(
+                device,
+                cache.dtype,
+                heads=layer.num_heads,
+                kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                block_size=cache.shape[2],
+                num_nodes=num_nodes,
+                sliding_window=window_of(layer.impl),
+                softcap=float(layer.impl.logits_soft_cap),
+            )
+            query = torch.zeros(1, layer.num_heads, layer.head_size, dtype=cache.dtype, device=device)
+            group = layer.num_heads // layer.num_kv_heads
+            tiles = {
+                Tiles.choose(rows * group, layer.head_size, cache.element_size()) for rows in range(2, num_nodes + 2)
+            }
+            for tile, splits in product(tiles, SPLITS):
+                cut = {"max_rows": 1, "tiles": tile, "splits": splits}
+                attend(layer.impl, query, cache, torch.empty_like(query), inputs | cut)
+
+    def commit(self, step: StepTrees) -> None:
+        """Move accepted rows to the slots that plain decoding would have filled, in all layers of a group at once.
+
+        In the step that checked them: the next one, or the prefix cache, may read these slots.
+        """
+        if not self._movers:
+            self._movers = [make_movers(owners) for owners in self._owners]
+        assert self._slots is not None
+        sources, targets = step.moves()
+        for slots, movers in zip(self._slots, self._movers, strict=True):
+            places, taken = slots[sources.clamp(min=0)].where(sources >= 0, -1), slots[targets]
+            for mover in movers:
+                mover.move(places, taken)
+
+
+def leading_trees(batch: Any) -> int:
+    """How many requests of the host's batch have drafts; they come first, with a row for each draft and the root."""
+    if batch.num_draft_tokens == 0:
+        return 0
+    drafts = batch.num_draft_tokens_per_req
+    count = int(np.count_nonzero(drafts))
+    rows = batch.num_scheduled_tokens[:count]
+    assert (drafts[:count] + 1 == rows).all(), "vLLM orders its batch in another way than we know"
+    return count
+
+
+def make_movers(layers: Sequence[Any]) -> list[SlotMover]:
+    """One mover for all layers whose caches are laid out alike."""
+    alike: dict[Any, list[Tensor]] = {}
+    for layer in layers:
+        cache = layer.kv_cache
+        alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+    return [SlotMover(caches) for caches in alike.values()]
+
+
+def _is_uniform(scheduled: Any) -> bool:
+    return bool(scheduled[0] > 1 and (scheduled == scheduled[0]).all())
