@@ -33,6 +33,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "KV offloading": ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0: not served"),
     "prompt embeddings": ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True: not served"),
     "pooling": ({"runner": "pooling"}, "runner='pooling': not served with Medusa trees; leave it at 'generate'"),
+    "a scheduler on every rank": (
+        {"distributed_executor_backend": "external_launcher"},
+        "distributed_executor_backend='external_launcher': it gives every rank a scheduler of its own",
+    ),
     "a worker of somebody's own": ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker': not served"),
     "a scheduler of somebody's own": (
         {"scheduler_cls": "some.Scheduler"},

@@ -1,7 +1,7 @@
 """Quantized targets, their unembedding too: trees give the tokens of plain vLLM on the same checkpoint.
 
 Those are all kinds that vLLM 0.32 runs on a CPU, but for FP8, whose kernel takes a minute for what the others do in one
-second (docs/quantized.md says what was seen by hand).
+second (docs/targets.md says what was seen by hand).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_medusa.heads.products import largest, product
 
@@ -65,15 +66,21 @@ class SharedOutputs:
             outputs: Vd.
         """
         self._part = part
-        self.outputs = outputs
         if token_map is None:
             token_map = torch.arange(outputs, device=part.device)
         here = (token_map >= part.first) & (token_map < part.first + part.rows)
-        self.places = here.nonzero().flatten()  # int64 [n], which of the Vd outputs are here
+        self._places = here.nonzero().flatten()  # int64 [n], which of the Vd outputs are here
         columns = token_map[here] - part.first
         every = len(columns) == part.rows and bool((columns == torch.arange(part.rows, device=part.device)).all())
         self._columns = None if every else columns
         self._weight = part.weight if part.weight is None or every else part.weight[columns]
+        counts = part.gather(torch.tensor([len(columns)], device=part.device)).flatten()
+        self._most = int(counts.max())  # so that ranks can gather their logits
+        padded = torch.full((self._most,), -1, dtype=torch.int64, device=part.device)
+        padded[: len(columns)] = self._places
+        everywhere = part.gather(padded).flatten()
+        # Where among all ranks' logits, of as many for each rank, an output lies: looked up once, for that waits.
+        self._at = (everywhere >= 0).nonzero().flatten()[everywhere[everywhere >= 0].argsort()]
 
     def best(self, states: Tensor, scale: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest outputs of every head; of two that are as likely, the first.
@@ -89,12 +96,12 @@ class SharedOutputs:
             Places int64 [B, K, k], best first, and their probabilities float32 [B, K, k].
         """
         scaled = self._here(states).to(torch.float32) * scale
-        count = min(k, len(self.places))
+        count = min(k, len(self._places))
         values, at = largest(scaled, count)
         # In one tensor, so that ranks talk once: float64 holds float32 values and places exactly.
         told = torch.full((*scaled.shape[:2], 2 * k + 1), -torch.inf, dtype=torch.float64, device=scaled.device)
         told[..., :count] = values
-        told[..., k : k + count] = self.places[at]
+        told[..., k : k + count] = self._places[at]
         told[..., 2 * k] = scaled.logsumexp(-1)
         everyone = self._part.gather(told)
         found, places = (everyone[..., start : start + k].movedim(0, -2).flatten(-2) for start in (0, k))
@@ -108,9 +115,8 @@ class SharedOutputs:
     def logits(self, states: Tensor) -> Tensor:
         """Logits [B, K, Vd] of all outputs from states [B, K, H]; only drawing candidates needs them all."""
         here = self._here(states)
-        padded = here.new_zeros(*here.shape[:2], self.outputs)
-        padded[..., self.places] = here
-        return self._part.gather(padded).sum(0)  # one rank's logit and zeros
+        gathered = self._part.gather(functional.pad(here, (0, self._most - here.shape[-1])))
+        return gathered.movedim(0, -2).flatten(-2)[..., self._at]
 
     def _here(self, states: Tensor) -> Tensor:
         """Logits [B, K, n] of the outputs that are here."""

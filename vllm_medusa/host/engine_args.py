@@ -150,6 +150,9 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
     ):
         if value not in usual:
             raise MedusaError.of(key, value, f"not served with Medusa trees; leave it at {usual[0]!r}")
+    if parallel.distributed_executor_backend == "external_launcher":
+        fix = "it gives every rank a scheduler of its own, which would plan by its own clock; choose 'mp' or 'ray'"
+        raise MedusaError.of("distributed_executor_backend", "external_launcher", fix)
     for what, present in (
         ("multi-dimensional rotary positions (M-RoPE)", model.uses_mrope),
         ("an encoder and a decoder", model.is_encoder_decoder),

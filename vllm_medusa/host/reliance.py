@@ -11,6 +11,8 @@ from vllm_medusa.host.compat import GPU_CONTRACT, V2_CONTRACT, Symbol, full_cont
 from vllm_medusa.host.source import HostSource
 
 _DEVICE = "vllm.v1.worker.gpu"
+_GROUP = "vllm.distributed.parallel_state"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _RUNNER, _BATCH = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_input_batch"
 # Attributes that exist once an engine is up (the table of docs/host-versions.md).
 ATTRIBUTES = (
@@ -29,6 +31,14 @@ ATTRIBUTES = (
     Symbol("vllm.v1.worker.utils", "AttentionGroup.kernel_block_size"),
     Symbol("vllm.model_executor.layers.attention", "Attention.kv_sharing_target_layer_name"),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadata.slot_mapping"),
+    Symbol(_GROUP, "GroupCoordinator.rank_in_group"),
+    Symbol(_GROUP, "GroupCoordinator.cpu_group"),
+    Symbol(_GROUP, "GroupCoordinator.all_gather"),
+    Symbol(_EMBEDDING, "VocabParallelEmbedding.shard_indices"),
+    Symbol(_EMBEDDING, "VocabParallelEmbedding.org_vocab_size"),
+    Symbol(_EMBEDDING, "VocabParallelEmbedding.tp_size"),
+    Symbol(_EMBEDDING, "VocabParallelEmbedding.params_dtype"),
+    Symbol(_EMBEDDING, "VocabParallelEmbedding.quant_method"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.dynamic_sd_lookup"),
     Symbol("vllm.v1.structured_output", "StructuredOutputManager.grammar_bitmask"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.draft_tokens_handler"),
