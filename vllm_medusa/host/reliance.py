@@ -44,6 +44,7 @@ ATTRIBUTES = (
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.draft_tokens_handler"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.speculator"),
     Symbol(f"{_DEVICE}.model_runner", "GPUModelRunner.req_states"),
+    Symbol("vllm.config", "ModelConfig.use_fp64_gumbel"),
     Symbol(f"{_DEVICE}.states", "RequestState.all_token_ids"),
     Symbol(f"{_DEVICE}.states", "RequestState.total_len"),
     Symbol(f"{_DEVICE}.sample.sampler", "Sampler.needs_logits_processing"),

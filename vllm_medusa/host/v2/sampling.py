@@ -100,10 +100,6 @@ class TreeSampler:
             num_rejected=num_rejected,
         )
 
-    def _depth(self, step: StepTrees) -> int:
-        """No walk of the step goes deeper."""
-        return min(self.trees.max_depth, step.width)
-
     def _at_once(self, rows: _Rows, step: StepTrees) -> bool:
         """Whether to sample all rows first and walk afterwards.
 
@@ -114,7 +110,7 @@ class TreeSampler:
         greedy = self.sampler.sampling_states.temperature.np[slots] == 0.0
         if greedy.all() and not self.sampler.needs_logits_processing[slots].any():
             return True
-        most = min(get_max_chunk_logits(vocab), ROWS_OF_A_ROUND * (1 + self._depth(step)))
+        most = min(get_max_chunk_logits(vocab), ROWS_OF_A_ROUND * (1 + self.trees.depth_of(step)))
         return count <= most and not self._reads_history(slots)
 
     def _reads_history(self, slots: npt.NDArray[np.intp]) -> bool:
@@ -138,7 +134,7 @@ class TreeSampler:
             step.rows_of(rows.tokens, -1)[:, 1:],
             step.parents,
             step.num_nodes,
-            max_depth=self._depth(step),
+            max_depth=self.trees.depth_of(step),
         )
         return walk, _on_path(processed, step, walk) if shown else None
 
@@ -151,7 +147,7 @@ class TreeSampler:
         path: list[Tensor] = []
         emitted: list[Tensor] = []
         processed: list[Tensor | None] = []
-        for depth in range(1 + self._depth(step)):
+        for depth in range(1 + self.trees.depth_of(step)):
             if depth:
                 standing = step_to_child(standing, emitted[-1], node_tokens, step.parents, step.num_nodes)
             path.append(standing)

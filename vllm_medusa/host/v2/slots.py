@@ -109,6 +109,10 @@ class SlotTrees:
         if self.lookups is not None:
             self.lookups.clear(slot)
 
+    def depth_of(self, step: StepTrees) -> int:
+        """No walk of the step goes deeper."""
+        return min(self.max_depth, step.width)
+
     @property
     def lengths(self) -> Tensor:
         """int32 [slots], tokens of each slot's text, those of this step included once they are drawn."""
