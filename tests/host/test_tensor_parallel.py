@@ -62,6 +62,7 @@ def medusa(model: Path, heads: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("OMP_NUM_THREADS", "1")  # each rank
+        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "60")  # ranks that disagree wait for each other
         envs.disable_envs_cache()  # an engine of another test may have filled it
         llm = LLM(
             str(model),
