@@ -99,7 +99,7 @@ def test_the_runner_overrides_what_the_page_says() -> None:
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     table = page[page.index("| method | what it adds |") :].split("\n\n")[0]
     told = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    ours = methods("vllm_medusa/host/v1/runner.py", "MedusaCPUModelRunner")
+    ours = methods("vllm_medusa/host/v1/runner.py", "MedusaModelRunnerV1")
     assert len(told) >= 9 and set(told) <= set(ours)
     from vllm_medusa.host.compat import full_contract
 

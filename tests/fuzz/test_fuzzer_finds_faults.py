@@ -14,10 +14,10 @@ from outcomes import Violation
 from schedules import BLOCK, Ask, Schedule, shrink
 
 from vllm_medusa.host import tree_cache, trees
-from vllm_medusa.host.v1 import runner
+from vllm_medusa.host.v1 import cpu_runner, runner
 
 pytestmark = pytest.mark.slow  # engines start
-Runner = runner.MedusaCPUModelRunner
+Runner = cpu_runner.MedusaCPUModelRunner
 Patch = pytest.MonkeyPatch
 SCHEDULES = 30  # at most; most faults show in the first or second
 

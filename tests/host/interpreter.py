@@ -21,18 +21,19 @@ HOSTS_KERNEL = False  # whether Triton attention of the host is its own kernel, 
 
 
 @contextmanager
-def interpreted() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own, since Triton is told once, when it is imported."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=prepare) as child:
+def interpreted(*, v2: bool = True) -> Iterator[ProcessPoolExecutor]:
+    """A process of its own, since Triton is told once, when it is imported; `v2`: which model runner serves there."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=prepare, initargs=("1" if v2 else "0",)) as child:
         try:
             yield child
         finally:
             child.submit(os._exit, 0)  # its engines are taken apart more quickly by the system
 
 
-def prepare() -> None:
+def prepare(v2: str = "1") -> None:
     """In the child, before it imports vLLM."""
-    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": v2, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
@@ -58,11 +59,12 @@ def _let_tests_decide() -> None:
 def _replace_kernels() -> None:
     """Top-k with top-p, and grammar masks: the interpreter of Triton 3.9 fails on their kernels."""
     import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import structured_outputs
     from vllm.v1.worker.gpu.sample import sampler, states
 
-    sampler.apply_top_k_top_p = states.apply_top_k_top_p = apply_top_k_top_p_pytorch
+    for user in (sampler, states, topk_topp_sampler):
+        user.apply_top_k_top_p = topk_topp_sampler.apply_top_k_top_p_pytorch
 
     def apply_grammar_bitmask(self: Any, logits: Any, batch: Any, names: list[str], bitmask: Any) -> None:
         stride = self.mask_stride

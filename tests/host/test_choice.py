@@ -13,23 +13,44 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runner, is_ours, refuse_on_v2
+from vllm_medusa.host.choice import METHODS, PROPOSER, check_runner, choose_runner, is_ours, refuse_on_v1, refuse_on_v2
 
 
 @pytest.mark.parametrize(
     ("asked", "on_cpu", "chosen"),
-    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1")],
+    [(None, True, "V1"), (None, False, "V2"), (True, True, "V2"), (False, True, "V1"), (False, False, "V1")],
 )
 def test_the_variable_is_obeyed_else_the_platform(asked: bool | None, on_cpu: bool, chosen: str) -> None:
     assert choose_runner(asked, on_cpu=on_cpu, has_triton=True) == chosen
 
 
-def test_v1_is_refused_on_a_gpu() -> None:
-    with pytest.raises(MedusaError, match=r"VLLM_USE_V2_MODEL_RUNNER='0': .*Model Runner V2 on a GPU"):
-        choose_runner(False, on_cpu=False, has_triton=True)
+def test_v1_draws_candidates_on_a_cpu_only() -> None:
+    refuse_on_v1({"draft_sample_method": "probabilistic"}, on_cpu=True)
+    refuse_on_v1({"draft_sample_method": "greedy"}, on_cpu=False)
+    with pytest.raises(MedusaError, match=r"draft_sample_method='probabilistic'.*on a CPU only"):
+        refuse_on_v1({"draft_sample_method": "probabilistic"}, on_cpu=False)
 
 
-@pytest.mark.parametrize(("asked", "on_cpu"), [(True, True), (None, False)])
+@pytest.mark.parametrize(
+    ("mode", "cuts", "left"),
+    [
+        ("FULL", True, "PIECEWISE"),
+        ("FULL_DECODE_ONLY", False, "NONE"),
+        ("FULL_AND_PIECEWISE", True, "PIECEWISE"),
+        ("NONE", False, "NONE"),
+    ],
+)
+def test_no_graph_of_v1_holds_attention(mode: str, cuts: bool, left: str) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from vllm_medusa.host.gpu_worker import cut_at_attention
+
+    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], splitting_ops_contain_attention=lambda: cuts)
+    cut_at_attention(compilation)
+    assert compilation.cudagraph_mode == CUDAGraphMode[left]
+
+
+@pytest.mark.parametrize(("asked", "on_cpu"), [(True, True), (None, False), (False, False)])
 def test_v2_needs_triton(asked: bool | None, on_cpu: bool) -> None:
     with pytest.raises(MedusaError, match=r"VLLM_USE_V2_MODEL_RUNNER=.*Triton"):
         choose_runner(asked, on_cpu=on_cpu, has_triton=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import device_runs
 import pytest
+import v1_device_runs
 from device_runs import greedy, seeded
 from interpreter import interpreted
 
@@ -90,3 +91,26 @@ def test_another_attention_is_refused(ask: Ask) -> None:
     """By the name of the key, with those that would do."""
     message = ask("refuses_attention")
     assert "attention_backend='TRITON_ATTN'" in message and "FLASH_ATTN" in message
+
+
+@pytest.fixture(scope="module")
+def ask_v1(tiny_model: Path, tiny_heads: Path) -> Iterator[Ask]:
+    """The same on Model Runner V1."""
+    with interpreted(v2=False) as child:
+
+        def run(name: str, *args: Any, **options: Any) -> Any:
+            function = getattr(v1_device_runs, name)
+            return child.submit(function, tiny_model, tiny_heads, *args, **options).result(timeout=300)
+
+        yield run
+
+
+def test_on_model_runner_v1(ask_v1: Ask) -> None:
+    """Trees stand between prompts in pieces and requests without drafts; greedy and with seeds."""
+    ask_v1("looks_at_kernels")
+    run = ask_v1("compare", [1, 60, 9, 33], [*greedy(2, 12), *seeded(2, 8)])
+    assert run["differences"] == [] and run["length"] > 1.4 and run["kernel"] == "triton"
+
+
+def test_a_fault_shows_on_model_runner_v1(ask_v1: Ask) -> None:
+    assert ask_v1("compare", [9, 33], greedy(2, 12), fault="no_commit")["differences"]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
@@ -23,9 +22,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
 from vllm_medusa.attention.native import SlotMover, load_kernel
+from vllm_medusa.host.checked_rows import CheckedRows, part_of_step
 from vllm_medusa.host.commit import TreeKeyValues
 from vllm_medusa.host.layers import decoder_layers
-from vllm_medusa.host.trees import StepTrees
 
 
 @dataclass
@@ -138,41 +137,6 @@ def make_mover(layers: Sequence[Attention], layout: KeyLayout) -> SlotMover | No
     return kernel.mover(layout, caches)
 
 
-@dataclass(frozen=True)
-class CheckedRows:
-    """The rows of one step that check trees: A of its R requests, T rows in all.
-
-    Attributes:
-        requests: bool [R], which requests these are.
-        rows: int64 [T], their rows among the step's tokens, request by request.
-        context: int64 [A], tokens in the cache before each root.
-        counts: int64 [A], rows of each request.
-        ancestors: int64 [T, W], each row's ancestor bits (uint64 words seen as int64).
-        depths: int64 [T], of each row.
-    """
-
-    requests: Tensor
-    rows: Tensor
-    context: Tensor
-    counts: Tensor
-    ancestors: Tensor
-    depths: Tensor
-
-    @classmethod
-    def of(cls, step: StepTrees) -> CheckedRows:
-        """The rows of all requests whose nodes are no chain."""
-        which = step.is_tree
-        on_row = step.on_row[which]
-        return cls(
-            requests=torch.from_numpy(which),
-            rows=torch.from_numpy(step.token_rows(which)),
-            context=torch.from_numpy(step.context[which]),
-            counts=torch.from_numpy(step.sizes[which] + 1),
-            ancestors=torch.from_numpy(step.ancestors[which][on_row].view("int64")),
-            depths=torch.from_numpy(step.depths[which][on_row]),
-        )
-
-
 def attach_trees(
     metadata: CPUAttentionMetadata,
     checked: CheckedRows,
@@ -190,30 +154,5 @@ def attach_trees(
         "depths": checked.depths,
         "layout": layout,
     }
-    others = None if everything else _host_part(metadata, ~checked.requests, builder)
+    others = None if everything else part_of_step(metadata, ~checked.requests, builder)
     metadata.trees = TreeRows(None if everything else checked.rows, inputs, kept, others)
-
-
-def _host_part(
-    metadata: CPUAttentionMetadata, which: Tensor, builder: CPUAttentionMetadataBuilder
-) -> tuple[Tensor, CPUAttentionMetadata] | None:
-    """The host's metadata for the requests `which` (bool [R]) alone, and the indices of their tokens."""
-    chosen = which.nonzero()[:, 0]
-    if len(chosen) == 0:
-        return None
-    starts = metadata.query_start_loc.to(torch.int64)
-    lengths = (starts[1:] - starts[:-1])[chosen]
-    rows = torch.cat([torch.arange(int(starts[r]), int(starts[r + 1])) for r in chosen])
-    query_start_loc = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(metadata.query_start_loc.dtype)
-    part = CommonAttentionMetadata(
-        query_start_loc=query_start_loc,
-        query_start_loc_cpu=query_start_loc,
-        seq_lens=metadata.seq_lens[chosen],
-        num_reqs=len(chosen),
-        num_actual_tokens=len(rows),
-        max_query_len=int(lengths.max()),
-        max_seq_len=metadata.max_seq_len,
-        block_table_tensor=metadata.block_table[chosen],
-        slot_mapping=metadata.slot_mapping[rows],
-    )
-    return rows, builder.build(0, part)

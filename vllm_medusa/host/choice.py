@@ -24,14 +24,14 @@ def choose_runner(asked: bool | None, *, on_cpu: bool, has_triton: bool) -> Runn
         has_triton: the host can run Triton kernels, of which V2 is made.
 
     Raises:
-        MedusaError: V2 is asked for, or the only one that serves here, and Triton is missing; V1 is asked for on a GPU.
+        MedusaError: V2 is asked for, or what the platform is best at, and Triton is missing; or trees need it on a GPU.
 
     >>> choose_runner(None, on_cpu=True, has_triton=True), choose_runner(None, on_cpu=False, has_triton=True)
     ('V1', 'V2')
     """
     wanted: Runner = "V2" if asked or (asked is None and not on_cpu) else "V1"
-    if wanted == "V1" and not on_cpu:
-        raise MedusaError.of(VARIABLE, "0", "trees are served by Model Runner V2 on a GPU; leave it unset")
+    if not on_cpu and not has_triton:
+        raise MedusaError.of(VARIABLE, asked, "on a GPU trees need Triton; install it")
     if wanted == "V2" and not has_triton:
         raise MedusaError.of(VARIABLE, "1" if asked else None, "Model Runner V2 needs Triton; install it, or set 0")
     return wanted
@@ -94,3 +94,10 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
         raise MedusaError.of(
             "enable_adaptive_verification", True, "Model Runner V2 cuts trees by its own rules then; leave it out"
         )
+
+
+def refuse_on_v1(given: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """One error, by the name of the key, for what Model Runner V1 cannot serve with trees."""
+    if given.get("draft_sample_method") == "probabilistic" and not on_cpu:
+        fix = f"Model Runner V1 draws candidates on a CPU only; choose 'greedy', or leave {VARIABLE} unset"
+        raise MedusaError.of("draft_sample_method", "probabilistic", fix)

@@ -6,18 +6,23 @@ them: FlashAttention or Triton. The host's choice stays its own, and other engin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vllm_medusa.attention.triton import tree_attention
+from vllm_medusa.attention.triton import SPLITS, Tiles, tree_attention
+from vllm_medusa.attention.triton_check import check_kernels
+from vllm_medusa.attention.triton_mover import SlotMover
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.layers import decoder_layers
+from vllm_medusa.tree.topology import num_words
 
 HOSTS_OWN = (FlashAttentionImpl, TritonAttentionImpl)
 
@@ -37,12 +42,27 @@ class LeadingTrees:
     others: Any = None
 
 
+@dataclass(frozen=True)
+class ScatteredTrees:
+    """The same where requests that check trees stand between others (Model Runner V1).
+
+    Attributes:
+        rows: int64 [T], of trees among the step's tokens.
+        inputs: as above.
+        others: int64 [U], all other tokens, and the host's metadata for them; None if there are none.
+    """
+
+    rows: Tensor
+    inputs: dict[str, Any]
+    others: tuple[Tensor, Any] | None = None
+
+
 @cache
 def with_trees(host: Any) -> Any:
     """A subclass of the host's attention, with our mask for rows that are tree nodes."""
 
     class DeviceTreeAttentionImpl(host):
-        """Rows of trees come first in a step, so each part is a slice."""
+        """Where rows of trees come first in a step each part is a slice; else it is gathered."""
 
         checks_trees = True
 
@@ -59,10 +79,20 @@ def with_trees(host: Any) -> Any:
             output_block_scale: Tensor | None = None,
         ) -> Tensor:
             """As the host's: query [T, Hq, D], key and value [T, Hkv, D], output [T, Hq, D] is filled and returned."""
-            trees: LeadingTrees | None = getattr(attn_metadata, "trees", None)
+            trees: LeadingTrees | ScatteredTrees | None = getattr(attn_metadata, "trees", None)
             scales = (output_scale, output_block_scale)
             if trees is None:
                 return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            if isinstance(trees, ScatteredTrees):
+                if trees.others is not None:
+                    rows, metadata = trees.others
+                    part = torch.empty_like(output[: len(rows)])
+                    super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part, *scales)
+                    output[rows] = part
+                part = torch.empty_like(output[: len(trees.rows)])
+                attend(self, query[trees.rows], kv_cache, part, trees.inputs)
+                output[trees.rows] = part
+                return output
             n = trees.num_rows
             if trees.others is not None:
                 super().forward(layer, query[n:], key[n:], value[n:], kv_cache, trees.others, output[n:], *scales)
@@ -115,3 +145,53 @@ def adopt(layers: Iterable[Any]) -> list[Any]:
             host: Any = type(layer.impl)
             layer.impl.__class__ = with_trees(host)
     return adopted
+
+
+def make_movers(layers: Sequence[Any]) -> list[SlotMover]:
+    """One mover for all layers whose caches are laid out alike."""
+    alike: dict[Any, list[Tensor]] = {}
+    for layer in layers:
+        cache = layer.kv_cache
+        alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+    return [SlotMover(caches) for caches in alike.values()]
+
+
+def warm_up(layers: Sequence[Any], num_nodes: int) -> None:
+    """Compile what trees of up to `num_nodes` nodes may need: the host compiles nothing while it serves.
+
+    Args:
+        layers: as adopted, with their caches.
+        num_nodes: N.
+
+    Raises:
+        MedusaError: on this device our kernels give other results than arithmetic does.
+    """
+    kinds = {(layer.num_heads, layer.head_size, layer.impl.sliding_window): layer for layer in layers}
+    for layer in kinds.values():
+        cache = layer.kv_cache
+        check_kernels(
+            cache.device,
+            cache.dtype,
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            block_size=cache.shape[2],
+            num_nodes=num_nodes,
+            sliding_window=window_of(layer.impl),
+            softcap=float(layer.impl.logits_soft_cap),
+        )
+        integers = torch.zeros(2, 2, dtype=torch.int64, device=cache.device)
+        inputs = {
+            "block_table": torch.zeros(1, 1, dtype=torch.int32, device=cache.device),
+            "context_lens": integers[0, :1],
+            "query_start_loc": integers[1].to(torch.int32),  # one request without rows
+            "ancestors": integers[:1, : num_words(num_nodes)],
+            "depths": integers[0, :1],
+            "max_context": 0,
+            "max_rows": 1,
+        }
+        query = torch.zeros(1, layer.num_heads, layer.head_size, dtype=cache.dtype, device=cache.device)
+        packed = [rows * layer.num_heads // layer.num_kv_heads for rows in range(2, num_nodes + 2)]
+        tiles = {Tiles.choose(rows, layer.head_size, cache.element_size()) for rows in packed}
+        for tile, splits in product(tiles, SPLITS):
+            attend(layer.impl, query, cache, torch.empty_like(query), inputs | {"tiles": tile, "splits": splits})

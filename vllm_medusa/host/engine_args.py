@@ -17,7 +17,7 @@ from vllm_medusa.config import DEFAULT_NODES, SETTINGS_KEY, MedusaConfig, resolv
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
-from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v2
+from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v1, refuse_on_v2
 from vllm_medusa.widths import first_ranges
 
 WORKERS = {"cpu": "vllm_medusa.host.worker.MedusaCPUWorker", "cuda": "vllm_medusa.host.gpu_worker.MedusaGPUWorker"}
@@ -49,7 +49,9 @@ def create_speculative_config(
     platform = _platform()
     _refuse_unsupported(args, target_model_config, target_parallel_config, WORKERS[platform])
     runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
-    if runner == "V2":
+    if runner == "V1":
+        refuse_on_v1(given, on_cpu=platform == "cpu")
+    else:
         refuse_on_v2(args, given)
         if given.get(WIDTHS_BY_BATCH) is not None:
             given = {**given, "adaptive": False}  # the user has decided

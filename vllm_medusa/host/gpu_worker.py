@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_medusa.host.compat import CONFIG_CONTRACT, GPU_CONTRACT, METRICS_CONTRACT, SCHEDULER_CONTRACT
@@ -15,12 +16,25 @@ class MedusaGPUWorker(TreeWorker, Worker):
 
     def _make_model_runner(self) -> Any:
         """Where the host lets a subclass choose."""
-        check_host(self.vllm_config, *CONFIG_CONTRACT, *METRICS_CONTRACT, *SCHEDULER_CONTRACT, *GPU_CONTRACT)
-        from vllm_medusa.host.v2.runner import MedusaModelRunnerV2
+        contract = (*CONFIG_CONTRACT, *METRICS_CONTRACT, *SCHEDULER_CONTRACT, *GPU_CONTRACT)
+        if check_host(self.vllm_config, *contract) == "V2":
+            from vllm_medusa.host.v2.runner import MedusaModelRunnerV2
 
-        return MedusaModelRunnerV2(self.vllm_config, self.device)
+            return MedusaModelRunnerV2(self.vllm_config, self.device)
+        from vllm_medusa.host.v1.runner import MedusaModelRunnerV1
+
+        cut_at_attention(self.vllm_config.compilation_config)
+        return MedusaModelRunnerV1(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self) -> Any:
         """Our kernels first, then as on a CPU."""
         self.model_runner.warm_up_trees()
         return super().compile_or_warm_up_model()
+
+
+def cut_at_attention(compilation: Any) -> None:
+    """On Model Runner V1 trees come from the host, so no CUDA graph may hold attention: cut graphs there, or none."""
+    mode = compilation.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
+        cut = compilation.splitting_ops_contain_attention()
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if cut else CUDAGraphMode.NONE

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.attention.cpu import KeyLayout
+from vllm_medusa.attention.cpu import KeyLayout, active_kernel
 from vllm_medusa.attention.native import SlotMover
-from vllm_medusa.host.backend import CheckedRows, adopt, attach_trees, learn_key_layout, make_mover
+from vllm_medusa.host.backend import adopt, attach_trees, learn_key_layout, make_mover
+from vllm_medusa.host.checked_rows import CheckedRows
 from vllm_medusa.host.commit import TreeKeyValues
 
 
 class TreeCache:
-    """The attention layers of a CPU engine by KV cache group; the same for both model runners."""
+    """The attention layers of a CPU engine by KV cache group; the same for both model runners.
+
+    Attributes:
+        kernel: what attends.
+    """
 
     def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any) -> None:
         """Adopt the layers, once they have their caches, and learn how keys lie in a block.
@@ -25,6 +30,7 @@ class TreeCache:
             kv_cache_config: the host's, with a list of layer names per group.
         """
         adopted = adopt(layers.values())
+        self.kernel = active_kernel()
         self._names: list[list[str]] = [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
         groups = [[layers[name] for name in names] for names in self._names]
         self.layouts: list[KeyLayout] = [learn_key_layout(group[0]) for group in groups]

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.choice import Runner, check_runner
-from vllm_medusa.host.compat import V2_CONTRACT, Symbol, find_problems
+from vllm_medusa.host.compat import RUNNER_CONTRACT, V2_CONTRACT, Symbol, find_problems
 from vllm_medusa.host.startup import logger
 from vllm_medusa.host.statistics import in_one_line
 
@@ -18,7 +18,7 @@ def check_host(vllm_config: Any, *contract: Symbol) -> Runner:
         MedusaError: it has not, or chose a runner for which settings were not checked.
     """
     runner = check_runner(vllm_config)
-    problems = find_problems(contract + (V2_CONTRACT if runner == "V2" else ()))
+    problems = find_problems(contract + (V2_CONTRACT if runner == "V2" else RUNNER_CONTRACT))
     if problems:
         raise MedusaError("medusa: this vLLM cannot run Medusa trees: " + "; ".join(problems))
     return runner

@@ -33,6 +33,6 @@ def _our_runner(runner: Runner) -> tuple[Any, type]:
         from vllm_medusa.host.v2.runner import MedusaCPUModelRunnerV2
 
         return model_runner, MedusaCPUModelRunnerV2
-    from vllm_medusa.host.v1.runner import MedusaCPUModelRunner
+    from vllm_medusa.host.v1.cpu_runner import MedusaCPUModelRunner
 
     return cpu_worker, MedusaCPUModelRunner

@@ -22,7 +22,7 @@ from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.lookup import Expected, Lookups
 
 if TYPE_CHECKING:
-    from vllm_medusa.host.v1.runner import MedusaCPUModelRunner
+    from vllm_medusa.host.v1.runner import MedusaModelRunnerV1
 
 DEEPEST_LOOKUP = 32  # tokens of a request's own text that a tree may hold in one path
 
@@ -38,7 +38,7 @@ class Drafting:
         heads_seconds: spent on asking the heads in this step.
     """
 
-    def __init__(self, runner: MedusaCPUModelRunner, proposer: MedusaProposer) -> None:
+    def __init__(self, runner: MedusaModelRunnerV1, proposer: MedusaProposer) -> None:
         """Draft for the requests of `runner` with the heads of `proposer`."""
         self._runner = runner
         self.proposer = proposer
@@ -76,8 +76,9 @@ class Drafting:
             return drafts
         others = len(emitted) - len(asking)
         self._asked = not self.settings.adaptive or self.budget.asks_heads(len(asking), others)
-        hidden = hidden_rows[torch.from_numpy(last_logit[asking])] if self._asked else hidden_rows[:0]
-        draft = self._runner._draft(asking, hidden, torch.tensor([emitted[row][-1] for row in asking]))
+        device = hidden_rows.device
+        hidden = hidden_rows[torch.from_numpy(last_logit[asking]).to(device)] if self._asked else hidden_rows[:0]
+        draft = self._runner._draft(asking, hidden, torch.tensor([emitted[row][-1] for row in asking], device=device))
         sizes = draft.sizes
         if self.settings.adaptive:
             sizes = self.budget.share(draft.reach, draft.sizes, others, without_heads=draft.lookup_reach)

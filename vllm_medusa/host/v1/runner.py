@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_medusa.attention.cpu import active_kernel
-from vllm_medusa.host.backend import CheckedRows
+from vllm_medusa.host.checked_rows import CheckedRows
 from vllm_medusa.host.commit import find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
@@ -24,7 +23,6 @@ from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.startup import log_choices, logger, time_steps
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.target import part_of
-from vllm_medusa.host.tree_cache import TreeCache
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
 from vllm_medusa.host.v1.emission import emitted_lengths
@@ -32,8 +30,12 @@ from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
 
+if TYPE_CHECKING:
+    from vllm_medusa.host.tree_cache import TreeCache
+    from vllm_medusa.host.v1.device_cache import ScatteredTreeCache
 
-class MedusaCPUModelRunner(CPUModelRunner):
+
+class MedusaModelRunnerV1(GPUModelRunner):
     """The host's runner, with four seams filled in, in the order of a step.
 
     `_prepare_inputs` lays the scheduled trees over the batch and gives nodes their depth as position;
@@ -64,7 +66,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         self.guard = AcceptanceGuard(self.drafter.settings.heads, logger)
         self.guard.judged = not is_first_rank()
         self.trees: StepTrees | None = None
-        self.tree_cache: TreeCache | None = None
+        self.tree_cache: TreeCache | ScatteredTreeCache | None = None
         self._started = 0.0
         self._learnt_due = 0.0  # when the engine core is told again what has been learnt
 
@@ -74,7 +76,24 @@ class MedusaCPUModelRunner(CPUModelRunner):
         """Once layers have their caches: adopt them and learn how keys lie in a block."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         self._all_logits_processors()  # the host may have built its batch anew
-        self.tree_cache = TreeCache(self.compilation_config.static_forward_context, kv_cache_config)
+        self.tree_cache = self._make_cache(self.compilation_config.static_forward_context, kv_cache_config)
+
+    def _make_cache(self, layers: Any, kv_cache_config: Any) -> TreeCache | ScatteredTreeCache:
+        """Adopt the layers of a GPU."""
+        from vllm_medusa.host.v1.device_cache import ScatteredTreeCache
+
+        return ScatteredTreeCache(layers, kv_cache_config)
+
+    @property
+    def _kernel(self) -> str:
+        """What attends to trees."""
+        assert self.tree_cache is not None
+        return self.tree_cache.kernel
+
+    def warm_up_trees(self) -> None:
+        """On a GPU: compile kernels of ours, and look at their results."""
+        cache: Any = self.tree_cache
+        cache.warm_up(self.num_spec_tokens)
 
     def _all_logits_processors(self) -> None:
         """Every processor that plain decoding runs: min_p and logit_bias, plugins, the user's own.
@@ -104,7 +123,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     def log_choices(self) -> None:
         """One line that says what serves."""
-        log_choices(self.drafter, "Model Runner V1", active_kernel(), "the host's sampler at each depth")
+        log_choices(self.drafter, "Model Runner V1", self._kernel, "the host's sampler at each depth")
 
     # Forward ----------------------------------------------------------------------------------------------------
 
@@ -134,7 +153,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
         if trees.is_tree.any():
             rows = torch.from_numpy(trees.token_rows(trees.is_tree))
             position = (trees.context[:, None] + trees.depths)[trees.on_row & trees.is_tree[:, None]]
-            self.positions[rows] = torch.from_numpy(position)
+            self.positions[rows.to(self.device)] = torch.from_numpy(position).to(self.device)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +280,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
     def medusa_report(self, reset: bool = False) -> dict[str, Any]:
         """Totals since the last reset (see `Statistics.report`), and what `Drafting.report` has learnt so far."""
         report = self.statistics.report()
-        report["kernel"] = active_kernel()
+        report["kernel"] = self._kernel
         report["candidates"] = self.drafter.top_k
         report |= self.drafting.report()
         if reset:

@@ -98,7 +98,7 @@ class TreeSampler:
                 return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=None)
 
         def draw(asked: Ints, standing: Ints, drawing: Bools) -> tuple[Tensor, LogprobsTensors | None]:
-            at = torch.from_numpy(first[asked] + np.maximum(standing[asked], 0))
+            at = torch.from_numpy(first[asked] + np.maximum(standing[asked], 0)).to(logits.device)
             if self.last_stage is not None:
                 self.last_stage.drawn = DrawnChildren.find(trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
@@ -113,7 +113,8 @@ class TreeSampler:
         skip_ended = _rows_are_separable(sampling)
         histories = None if bare else _Histories(rows.histories, sampling.logitsprocs)
         self.walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
-        return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=logprobs)
+        tokens = self.walk.tokens.to(logits.device, torch.int32)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 
 def _walk(
@@ -139,7 +140,7 @@ def _walk(
             asked = np.flatnonzero(active) if skip_ended else everyone
             drawn, information = draw(asked, standing, active & walking)
             sampled = np.full_like(standing, -1)
-            sampled[asked] = drawn.numpy()
+            sampled[asked] = drawn.cpu().numpy()
             emitted.append(np.where(active, sampled, -1))
             logprobs.append(information)
             standing = np.where(walking, trees.children(standing, sampled), -1)
@@ -196,7 +197,7 @@ def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Bools) -> Samp
         return replace(sampling, generators=generators, spec_token_ids=None)
 
     def part(values: Tensor | None) -> Tensor | None:
-        return values if values is None or not len(values) else values[asked]
+        return values if values is None or not len(values) else values[asked.to(values.device)]
 
     def entries(by_row: dict[int, Any] | None) -> Any:
         return by_row and {place: by_row[row] for place, row in enumerate(rows) if row in by_row}
@@ -225,7 +226,8 @@ def _for_the_batch(information: LogprobsTensors | None, asked: Tensor, batch: in
         return information
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(batch, *values.shape[1:]).index_copy(0, asked, values) if len(values) else values
+        zeros = values.new_zeros(batch, *values.shape[1:])
+        return zeros.index_copy(0, asked.to(values.device), values) if len(values) else values
 
     names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
     return LogprobsTensors(*(spread(getattr(information, name)) for name in names))

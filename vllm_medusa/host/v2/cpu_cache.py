@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.attention.cpu import active_kernel
-from vllm_medusa.host.backend import CheckedRows
+from vllm_medusa.host.checked_rows import CheckedRows
 from vllm_medusa.host.tree_cache import TreeCache
 from vllm_medusa.host.v2.slots import StepTrees
 
@@ -23,7 +22,7 @@ class CpuTreeCache:
     def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any) -> None:
         """Adopt the layers; arguments as of `TreeCache`."""
         self._cache = TreeCache(layers, kv_cache_config)
-        self.kernel = active_kernel()
+        self.kernel = self._cache.kernel
 
     def attach(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from vllm_medusa.attention.triton import SPLITS, Tiles
-from vllm_medusa.attention.triton_check import check_kernels
 from vllm_medusa.attention.triton_mover import SlotMover
-from vllm_medusa.host.device_attention import LeadingTrees, adopt, attend, window_of
+from vllm_medusa.host.device_attention import LeadingTrees, adopt, make_movers, warm_up
 from vllm_medusa.host.v2.rows import RowBuffers
 from vllm_medusa.host.v2.slots import StepTrees
 
@@ -141,42 +138,8 @@ class DeviceTreeCache:
         return built
 
     def warm_up(self, num_nodes: int) -> None:
-        """Compile what trees of up to `num_nodes` nodes may need: the host compiles nothing while it serves.
-
-        Raises:
-            MedusaError: on this device our kernels give other results than arithmetic does.
-        """
-        device = self.rows.depths.device
-        inputs = {
-            "block_table": torch.zeros(1, 1, dtype=torch.int32, device=device),
-            "context_lens": self.rows.context[:1],
-            "query_start_loc": torch.zeros(2, dtype=torch.int32, device=device),  # one request without rows
-            "ancestors": self.rows.ancestors[:1],
-            "depths": self.rows.depths[:1],
-            "max_context": 0,
-        }
-        kinds = {(layer.num_heads, layer.head_size, layer.impl.sliding_window): layer for layer in self._layers}
-        for layer in kinds.values():
-            cache = layer.kv_cache
-            check_kernels(
-                device,
-                cache.dtype,
-                heads=layer.num_heads,
-                kv_heads=layer.num_kv_heads,
-                head_size=layer.head_size,
-                block_size=cache.shape[2],
-                num_nodes=num_nodes,
-                sliding_window=window_of(layer.impl),
-                softcap=float(layer.impl.logits_soft_cap),
-            )
-            query = torch.zeros(1, layer.num_heads, layer.head_size, dtype=cache.dtype, device=device)
-            group = layer.num_heads // layer.num_kv_heads
-            tiles = {
-                Tiles.choose(rows * group, layer.head_size, cache.element_size()) for rows in range(2, num_nodes + 2)
-            }
-            for tile, splits in product(tiles, SPLITS):
-                cut = {"max_rows": 1, "tiles": tile, "splits": splits}
-                attend(layer.impl, query, cache, torch.empty_like(query), inputs | cut)
+        """See `device_attention.warm_up`."""
+        warm_up(self._layers, num_nodes)
 
     def commit(self, step: StepTrees) -> None:
         """Move accepted rows to the slots that plain decoding would have filled, in all layers of a group at once.
@@ -202,15 +165,6 @@ def leading_trees(batch: Any) -> int:
     rows = batch.num_scheduled_tokens[:count]
     assert (drafts[:count] + 1 == rows).all(), "vLLM orders its batch in another way than we know"
     return count
-
-
-def make_movers(layers: Sequence[Any]) -> list[SlotMover]:
-    """One mover for all layers whose caches are laid out alike."""
-    alike: dict[Any, list[Tensor]] = {}
-    for layer in layers:
-        cache = layer.kv_cache
-        alike.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
-    return [SlotMover(caches) for caches in alike.values()]
 
 
 def _is_uniform(scheduled: Any) -> bool:
