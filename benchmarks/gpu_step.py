@@ -54,9 +54,8 @@ GPUS = (
 A100_40GB = Gpu("A100 40GB", 1.555e12, 312e12, 40e9)
 
 
-SMALL_KERNELS = (
-    270  # of a step: trees laid, walked, committed, counted, grown; tests/host/test_one_device.py counts them
-)
+# Of a step: trees laid, walked, committed, counted, grown. tests/host/test_one_device.py counts them.
+SMALL_KERNELS = 270
 
 
 @dataclass(frozen=True)

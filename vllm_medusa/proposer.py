@@ -265,11 +265,17 @@ def _matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _weight(model: nn.Module, name: str) -> Tensor | None:
     """The weight [V, H] of the first module of the target whose last name is `name`, without the host's padding."""
-    module = getattr(model, name, None)
-    if module is None:
-        module = next((found for path, found in model.named_modules() if path.rsplit(".", 1)[-1] == name), None)
+    module = module_named(model, name)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None
     # The host pads its rows to a multiple of 64; behind the model's own vocabulary there is nothing to guess.
     return weight.data[: getattr(module, "org_vocab_size", None)]
+
+
+def module_named(model: nn.Module, name: str) -> Any:
+    """The first module of a target whose last name is `name`; None: there is none."""
+    module = getattr(model, name, None)
+    if module is None:
+        module = next((found for path, found in model.named_modules() if path.rsplit(".", 1)[-1] == name), None)
+    return module

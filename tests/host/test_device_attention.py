@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import device_runs
 import pytest
 import v1_device_runs
 from device_runs import greedy, seeded
@@ -21,17 +20,6 @@ Ask = Callable[..., Any]
 LENGTHS = [1, 9, 33, 60]
 ON_GPU = {"attention": "TRITON_ATTN", "is_async": True}
 GRAPHS = {"graphs": [9, 18, 36, 128], "max_num_seqs": 4}  # trees of one, two and four requests; steps with prompts
-
-
-@pytest.fixture(scope="module")
-def ask(tiny_model: Path, tiny_heads: Path) -> Iterator[Ask]:
-    """Run a function of `device_runs` on the tiny model in the child."""
-    with interpreted() as child:
-
-        def run(name: str, *args: Any, pair: Any = (tiny_model, tiny_heads), **options: Any) -> Any:
-            return child.submit(getattr(device_runs, name), *pair, *args, **options).result(timeout=300)
-
-        yield run
 
 
 def test_beside_the_hosts_own_kernel(ask: Ask) -> None:

@@ -7,16 +7,14 @@ runner.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_runs
 import numpy as np
 import pytest
 from device_engines import NODES, PROMISE, any_tree
 from device_runs import greedy, seeded, static
-from interpreter import interpreted
 
 from vllm_medusa.budget import DOUBT
 from vllm_medusa.config import typical_rank_accuracy
@@ -29,17 +27,6 @@ LONG = bool(os.environ.get("MEDUSA_LONG"))
 IN_BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 # Planned ahead is the harder one; `make test-long` has both.
 MOSTLY_ASYNC = pytest.mark.parametrize("is_async", [False, True] if LONG else [True], ids=str)
-
-
-@pytest.fixture(scope="module")
-def ask(tiny_model: Path, tiny_heads: Path) -> Iterator[Ask]:
-    """Run a function of `device_runs` on the tiny model in the child."""
-    with interpreted() as child:
-
-        def run(name: str, *args: Any, pair: Any = (tiny_model, tiny_heads), **options: Any) -> Any:
-            return child.submit(getattr(device_runs, name), *pair, *args, **options).result(timeout=300)
-
-        yield run
 
 
 @IN_BOTH

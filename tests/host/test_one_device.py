@@ -141,7 +141,7 @@ def whole_step(trees: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     moved: list[Any] = []
     cache = device_cache.DeviceTreeCache.__new__(device_cache.DeviceTreeCache)
     cache.rows, cache._config = trees.rows, None
-    cache._movers = [[SimpleNamespace(move=lambda *slots: moved.append(slots))]]
+    cache.movers = [[SimpleNamespace(move=lambda *slots: moved.append(slots))]]
     group = SimpleNamespace(layer_names=["layer"], kernel_block_size=16)
     tables, logits = [there(3, 7, dtype=torch.int32)], there(14, VOCAB, dtype=torch.float32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.model_executor.layers.attention import Attention
@@ -42,3 +42,10 @@ def decoder_layers(layers: Iterable[Any], implementations: tuple[type, ...]) -> 
                 raise MedusaError.of("model", layer.layer_name, f"attention with {what} cannot check trees yet")
         found.append(layer)
     return found
+
+
+def attend_as_cpus_do(layers: Mapping[str, Any]) -> bool:
+    """Whether the host chose its attention for CPUs; Triton's interpreter serves with that for GPUs."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    return any(isinstance(getattr(layer, "impl", None), CPUAttentionBackendImpl) for layer in layers.values())

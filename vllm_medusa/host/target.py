@@ -12,6 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.parts import TargetPart
 from vllm_medusa.host.ranks import gather
+from vllm_medusa.proposer import module_named
 
 _PLAIN = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
 
@@ -69,9 +70,7 @@ def _part(unembedding: Any, embedding: Any) -> TargetPart:
 
 def _layer(model: nn.Module, name: str) -> Any:
     """The first module of the target whose last name is `name`, without what adapters wrap it in; None: none."""
-    module = getattr(model, name, None)
-    if module is None:
-        module = next((found for path, found in model.named_modules() if path.rsplit(".", 1)[-1] == name), None)
+    module = module_named(model, name)
     return getattr(module, "base_layer", module)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_medusa.host.layers import attend_as_cpus_do
 from vllm_medusa.host.tree_cache import TreeCache
 from vllm_medusa.host.v1.runner import MedusaModelRunnerV1
 
@@ -19,6 +19,6 @@ class MedusaCPUModelRunner(MedusaModelRunnerV1, CPUModelRunner):
 
     def _make_cache(self, layers: Any, kv_cache_config: Any) -> TreeCache | ScatteredTreeCache:
         """Adopt the layers; under Triton's interpreter they may be those of a GPU."""
-        if any(isinstance(getattr(layer, "impl", None), CPUAttentionBackendImpl) for layer in layers.values()):
+        if attend_as_cpus_do(layers):
             return TreeCache(layers, kv_cache_config)
         return super()._make_cache(layers, kv_cache_config)

@@ -8,33 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.attention.triton_mover import SlotMover
 from vllm_medusa.host.checked_rows import CheckedRows, part_of_step
-from vllm_medusa.host.device_attention import ScatteredTrees, adopt, make_movers, warm_up
+from vllm_medusa.host.device_attention import ScatteredTrees
+from vllm_medusa.host.device_layers import DeviceLayers
 
 
-class ScatteredTreeCache:
-    """Attention layers by KV cache group; asked as a `TreeCache` is.
+class ScatteredTreeCache(DeviceLayers):
+    """Asked as a `TreeCache` is."""
 
-    Attributes:
-        kernel: what attends.
-    """
-
-    kernel = "triton"
-
-    def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any) -> None:
-        """Adopt the layers; arguments as of `TreeCache`."""
-        self._layers = adopt(layers.values())
-        names = {layer.layer_name for layer in self._layers if layer.kv_sharing_target_layer_name is None}
-        self._owners = [
-            [layers[name] for name in group.layer_names if name in names] for group in kv_cache_config.kv_cache_groups
-        ]
-        self._movers: list[list[SlotMover]] = []  # when first needed: the host measures with other caches
-        self._slots: list[Tensor] = []
-
-    def warm_up(self, num_nodes: int) -> None:
-        """See `device_attention.warm_up`."""
-        warm_up(self._layers, num_nodes)
+    _slots: list[Tensor]  # of this step's tokens, by group
 
     def attach(self, by_layer: Mapping[str, Any], attn_groups: Sequence[Sequence[Any]], checked: CheckedRows) -> None:
         """Hang a step's trees on the host's attention metadata; arguments as of `TreeCache.attach`."""
@@ -63,9 +45,7 @@ class ScatteredTreeCache:
         sources, targets = sources[moved], targets[moved]
         if len(sources) == 0:
             return
-        if not self._movers:
-            self._movers = [make_movers(owners) for owners in self._owners]
-        for slots, movers in zip(self._slots, self._movers, strict=True):
+        for slots, movers in zip(self._slots, self.movers, strict=True):
             places, taken = (slots[which.to(slots.device)].to(torch.int64)[None] for which in (sources, targets))
             for mover in movers:
                 mover.move(places, taken)

@@ -10,38 +10,28 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from vllm_medusa.attention.triton_mover import SlotMover
-from vllm_medusa.host.device_attention import LeadingTrees, adopt, make_movers, warm_up
+from vllm_medusa.host.device_attention import LeadingTrees
+from vllm_medusa.host.device_layers import DeviceLayers
 from vllm_medusa.host.v2.rows import RowBuffers
 from vllm_medusa.host.v2.slots import StepTrees
 
 
-class DeviceTreeCache:
-    """Attention layers by KV cache group; nothing here waits for the device.
+class DeviceTreeCache(DeviceLayers):
+    """Nothing here waits for the device.
 
     Attributes:
         rows: what each row of a step may see.
-        kernel: what attends.
     """
-
-    kernel = "triton"
 
     def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any, rows: RowBuffers) -> None:
         """Adopt the layers.
 
         Args:
-            layers: the host's `static_forward_context`.
-            kv_cache_config: the host's, with a list of layer names per group.
+            layers, kv_cache_config: as of `DeviceLayers`.
             rows: to be filled before `attach`.
         """
-        self._layers = adopt(layers.values())
-        names = {layer.layer_name for layer in self._layers if layer.kv_sharing_target_layer_name is None}
-        self._owners = [
-            [layers[name] for name in group.layer_names if name in names] for group in kv_cache_config.kv_cache_groups
-        ]
+        super().__init__(layers, kv_cache_config)
         self._config = kv_cache_config
-        # Made when first needed: the host throws away the caches with which it measures its memory.
-        self._movers: list[list[SlotMover]] = []
         self._slots: Tensor | None = None
         self.rows = rows
 
@@ -137,20 +127,14 @@ class DeviceTreeCache:
         )
         return built
 
-    def warm_up(self, num_nodes: int) -> None:
-        """See `device_attention.warm_up`."""
-        warm_up(self._layers, num_nodes)
-
     def commit(self, step: StepTrees) -> None:
         """Move accepted rows to the slots that plain decoding would have filled, in all layers of a group at once.
 
         In the step that checked them: the next one, or the prefix cache, may read these slots.
         """
-        if not self._movers:
-            self._movers = [make_movers(owners) for owners in self._owners]
         assert self._slots is not None
         sources, targets = step.moves()
-        for slots, movers in zip(self._slots, self._movers, strict=True):
+        for slots, movers in zip(self._slots, self.movers, strict=True):
             places, taken = slots[sources.clamp(min=0)].where(sources >= 0, -1), slots[targets]
             for mover in movers:
                 mover.move(places, taken)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_medusa.host.layers import attend_as_cpus_do
 from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.counting import DeviceCounts
 from vllm_medusa.host.v2.device_cache import DeviceTreeCache
@@ -41,7 +41,7 @@ def with_trees(host: Any) -> Any:
             """Once layers have their caches."""
             super().initialize_kv_cache(kv_cache_config, block_tables)
             layers = self.vllm_config.compilation_config.static_forward_context
-            if self.device.type == "cpu" and _is_cpus_own(layers):
+            if self.device.type == "cpu" and attend_as_cpus_do(layers):
                 from vllm_medusa.host.v2.cpu_cache import CpuTreeCache
 
                 self.tree_cache = CpuTreeCache(layers, kv_cache_config)
@@ -108,10 +108,3 @@ def with_trees(host: Any) -> Any:
             self.clock.mark("commit")
 
     return TreeModelState
-
-
-def _is_cpus_own(layers: Mapping[str, Any]) -> bool:
-    """Whether the host chose its attention for CPUs; Triton's interpreter serves with that for GPUs."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    return any(isinstance(getattr(layer, "impl", None), CPUAttentionBackendImpl) for layer in layers.values())
