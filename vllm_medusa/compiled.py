@@ -15,12 +15,13 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import TypeVar
 
-import torch  # noqa: F401  (its OpenMP runtime must be there first, and becomes ours)
+import torch  # its OpenMP runtime must be there first, and becomes ours
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 300
 Loaded = TypeVar("Loaded")
-_HEADERS = Path(__file__).with_name("attention") / "kernel"  # any source may include them
+_PACKAGE = Path(__file__).parent
+_HEADERS = ("attention/kernel", "linear")  # folders whose headers any source may include
 
 
 class CannotBuild(Exception):
@@ -29,6 +30,17 @@ class CannotBuild(Exception):
 
 class _NoCompiler(Exception):
     """None is found: not to be mistaken for a folder that is not there."""
+
+
+def load_operators(source: Path) -> None:
+    """Let torch know the operators of one source file, built with torch's own headers (some twenty seconds).
+
+    Raises:
+        CannotBuild: as of `load_library`.
+    """
+    torch_folder = Path(torch.__file__).parent
+    flags = (*_FLAGS, "-O2", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
+    _load(source, flags, torch.ops.load_library)
 
 
 def load_library(source: Path) -> ctypes.CDLL:
@@ -40,8 +52,20 @@ def load_library(source: Path) -> ctypes.CDLL:
     Raises:
         CannotBuild: no compiler, one that fails, a folder that cannot be written.
     """
+    return _load(source, _FLAGS, ctypes.CDLL)
+
+
+def instruction_set() -> str:
+    """What our C++ is built for, as -march: this processor, or less of it where torch was told to use less.
+
+    `ATEN_CPU_CAPABILITY=avx2` keeps torch from AVX-512, and so it does us.
+    """
+    return "x86-64-v3" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "native"
+
+
+def _load(source: Path, flags: tuple[str, ...], load: Callable[[str], Loaded]) -> Loaded:
     try:
-        return ctypes.CDLL(str(_build(source)))
+        return load(str(_build(source, flags)))
     except _NoCompiler:
         reason = "there is no C++ compiler; install g++ or name one in CXX"
     except subprocess.CalledProcessError as error:
@@ -76,13 +100,14 @@ def loaded_once(
     return decorate
 
 
-def _build(source: Path) -> Path:
+def _build(source: Path, flags: tuple[str, ...]) -> Path:
+    flags = (f"-march={instruction_set()}", *flags)
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++"))), None)
     if compiler is None:
         raise _NoCompiler
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = hashlib.sha256("\0".join([compiler, version, *_FLAGS, _processor()]).encode())
-    for file in (source, *sorted(_HEADERS.glob("*.h"))):
+    key = hashlib.sha256("\0".join([compiler, version, *flags, torch.__version__, processor()]).encode())
+    for file in (source, *(header for folder in _HEADERS for header in sorted((_PACKAGE / folder).glob("*.h")))):
         key.update(file.read_bytes())
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
@@ -92,14 +117,14 @@ def _build(source: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         unfinished = Path(place) / library.name
-        command = [compiler, *_FLAGS, str(source), "-o", str(unfinished)]
+        command = [compiler, str(source), *flags, "-o", str(unfinished)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
         unfinished.replace(library)
     return library
 
 
-def _processor() -> str:
-    """What -march=native depends on: a cache folder may be shared by different machines."""
+def processor() -> str:
+    """Name and features of this processor, on which -march=native depends: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

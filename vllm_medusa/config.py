@@ -15,6 +15,7 @@ from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.topology import MAX_NODES, Tree
 
 SampleMethod = Literal["greedy", "probabilistic"]
+LinearProduct = Literal["auto", "medusa", "vllm"]
 MODES = ("dynamic", "static", "chain")
 # Most nodes where neither user nor calibration names a number: what may pay at all on few CPU cores, and the public
 # Medusa tree's size.
@@ -55,6 +56,7 @@ class MedusaConfig(BaseModel):
     draft_vocab: Annotated[bool, Field(strict=True)] = True
     draft_sample_method: SampleMethod = "greedy"
     prompt_lookup: Annotated[bool, Field(strict=True)] = True
+    linear_product: LinearProduct = "auto"
 
     @classmethod
     def parse(
@@ -100,6 +102,8 @@ class Settings(BaseModel):
         draft_sample_method: "greedy" drafts the heads' likeliest tokens; "probabilistic" draws those of sampled
             requests, in a tree whose shape is fixed.
         prompt_lookup: trees that are grown also hold what the request's own text expects next.
+        linear_product: on a CPU, what multiplies with the target's matrices: "auto" is whichever of our product and
+            vLLM's is quicker for the rows at hand, as measured at start-up.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -112,6 +116,7 @@ class Settings(BaseModel):
     draft_vocab: bool = True
     draft_sample_method: SampleMethod = "greedy"
     prompt_lookup: bool = True
+    linear_product: LinearProduct = "auto"
 
     @property
     def fixed_tree(self) -> Tree | None:
@@ -161,6 +166,7 @@ def resolve(
         draft_vocab=config.draft_vocab,
         draft_sample_method=config.draft_sample_method,
         prompt_lookup=config.prompt_lookup and tree is None,
+        linear_product=config.linear_product,
     )
 
 
@@ -212,6 +218,7 @@ def _readable(error: ValidationError, settings: Mapping[str, Any]) -> MedusaErro
         "adaptive": "give true or false",
         "draft_vocab": "give true or false",
         "prompt_lookup": "give true or false",
+        "linear_product": "choose 'auto' (whichever is measured to be quicker), 'medusa' or 'vllm'",
         "draft_sample_method": "choose 'greedy' (the likeliest tokens) or 'probabilistic' (drawn from the heads)",
     }.get(key, str(first["msg"]))
     return MedusaError.of(key, settings.get(key), expected)

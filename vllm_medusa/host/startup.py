@@ -52,18 +52,21 @@ def time_heads(
         yield size, agreed_seconds(seconds)
 
 
-def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: str) -> None:
+def log_choices(
+    proposer: MedusaProposer, runner: str, attention: str, sampler: str, products: str | None = None
+) -> None:
     """One line that says what serves.
 
     Args:
         proposer: heads and settings.
         runner, attention, sampler: what runs steps, checks trees and draws tokens.
+        products: what multiplies with the target's matrices, where there is a choice.
     """
     if not is_first_rank():
         return
     settings, heads = proposer.settings, proposer.heads
     logger.info(
-        "Medusa: %s of up to %d nodes%s from %d heads%s (%s); %s, tree attention by %s, %s, %s candidates.",
+        "Medusa: %s of up to %d nodes%s from %d heads%s (%s); %s, tree attention by %s, %s%s, %s candidates.",
         "dynamic trees" if settings.fixed_tree is None else "a fixed tree",
         settings.num_speculative_tokens,
         ", fewer under load," if settings.adaptive else "",
@@ -72,6 +75,7 @@ def log_choices(proposer: MedusaProposer, runner: str, attention: str, sampler: 
         settings.heads,
         runner,
         {"c++": "the C++ kernel"}.get(attention, attention),
+        f"{products}, " if products else "",
         sampler,
         settings.draft_sample_method,
     )

@@ -28,12 +28,13 @@ class TreeWorker:
     """What both workers have, beside the host's own methods."""
 
     model_runner: Any
+    products_in_words: str | None = None  # what multiplies with the target's matrices, where there is a choice
 
     def compile_or_warm_up_model(self) -> Any:
         """The host's warm-up, then a short measurement: what a step costs by its tokens."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.model_runner.measure_step_cost()
-        self.model_runner.log_choices()
+        self.model_runner.log_choices(self.products_in_words)
         return times
 
     def medusa_report(self, reset: bool = False, log: bool = False) -> dict[str, Any]:

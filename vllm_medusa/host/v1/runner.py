@@ -121,9 +121,9 @@ class MedusaModelRunnerV1(GPUModelRunner):
             self.drafting.cost.seed(tokens, seconds)
         self.drafting.measure_heads(self.max_num_reqs)
 
-    def log_choices(self) -> None:
-        """One line that says what serves."""
-        log_choices(self.drafter, "Model Runner V1", self._kernel, "the host's sampler at each depth")
+    def log_choices(self, products: str | None = None) -> None:
+        """One line that says what serves; `products`: what multiplies with the target's matrices."""
+        log_choices(self.drafter, "Model Runner V1", self._kernel, "vLLM's sampler at each depth", products)
 
     # Forward ----------------------------------------------------------------------------------------------------
 

@@ -123,9 +123,9 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             logger.info("Medusa: compiling kernels for trees of up to %d nodes.", self.trees.num_nodes)
             cache.warm_up(self.trees.num_nodes)
 
-    def log_choices(self) -> None:
-        """One line that says what serves."""
-        log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "the host's sampler")
+    def log_choices(self, products: str | None = None) -> None:
+        """One line that says what serves; `products`: what multiplies with the target's matrices."""
+        log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "vLLM's sampler", products)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The host's second half of a step; beside its tokens the engine core gets what it should know."""

@@ -1,0 +1,102 @@
+// Vectors of the width that this processor has, and the number formats of weights as pairs of such vectors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../attention/kernel/vectors.h"
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace medusa {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+constexpr int kStep = 2 * kLanes;  // numbers of a row that are multiplied together
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
+
+inline Lanes lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+
+// A step of `kStep` weights as two vectors. Which weight lies in which lane is the format's own; `order` says where:
+// weight i of a step stands at place order(i), and rows of the input are laid out likewise.
+template <class T>
+struct Format;
+
+template <>
+struct Format<float> {
+  static constexpr int order(int i) { return i; }
+  static Lanes first(const float* from) { return lanes(from); }
+  static Lanes second(const float* from) { return lanes(from + kLanes); }
+};
+
+template <>
+struct Format<BFloat16> {  // two in a word: the even ones by a shift, the odd ones by a mask
+  static constexpr int order(int i) { return i / 2 + i % 2 * kLanes; }
+  static Lanes first(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) << 16); }
+  static Lanes second(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) & high()); }
+  static Bits high() {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    // Read anew each time: kept in one of sixteen registers, it would push a sum out of the inner loop's.
+    alignas(32) static const uint32_t mask[kLanes] = {~0u << 16, ~0u << 16, ~0u << 16, ~0u << 16,
+                                                      ~0u << 16, ~0u << 16, ~0u << 16, ~0u << 16};
+    return *reinterpret_cast<const volatile Bits*>(mask);
+#else
+    return Bits{} + 0xffff0000u;
+#endif
+  }
+};
+
+#ifdef __FLT16_MAX__
+template <>
+struct Format<_Float16> {
+  static constexpr int order(int i) { return i; }
+  static Lanes half(const _Float16* from) {
+    Lanes wide;
+#if defined(__AVX512F__)
+    const __m512 y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    std::memcpy(&wide, &y, sizeof wide);
+#elif defined(__F16C__) && defined(__AVX__)
+    const __m256 y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    std::memcpy(&wide, &y, sizeof wide);
+#else
+    for (int i = 0; i < kLanes; ++i) wide[i] = float(from[i]);
+#endif
+    return wide;
+  }
+  static Lanes first(const _Float16* from) { return half(from); }
+  static Lanes second(const _Float16* from) { return half(from + kLanes); }
+};
+#endif
+
+// The sum of all lanes, always in the same order.
+inline float total(Lanes x) {
+#if defined(__AVX512F__)
+  __m512 y;
+  std::memcpy(&y, &x, sizeof y);
+  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+#elif defined(__AVX__)
+  __m256 h;
+  std::memcpy(&h, &x, sizeof h);
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+#endif
+#ifdef __AVX__
+  const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+#else
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
+}  // namespace medusa

@@ -1,0 +1,224 @@
+// out = rows . weights^T + bias for any number of rows, each weight read once for as many of them as fit a cache.
+//
+// Each number of the result is one sum, taken in the same order whatever the other rows and columns are: to the bit, a
+// row's result does not depend on what else is in the step.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <type_traits>
+
+#include "lanes.h"
+
+namespace medusa {
+
+template <class T>
+struct Product {
+  const T* rows;     // [count, size], `stride` numbers from row to row
+  const T* weights;  // [outputs, size], dense
+  const T* bias;     // [outputs], or none
+  T* out;            // [count, outputs], dense
+  int64_t count, size, outputs, stride;
+};
+
+constexpr int64_t kRowBytes = 192 << 10;    // of widened rows that stay in a core's own cache
+constexpr int64_t kWeightBytes = 96 << 10;  // of weights that stay there while all those rows pass
+constexpr int64_t kChunkBytes = 20 << 10;   // of a group's rows that stay in the innermost cache
+constexpr int64_t kFewestRows = 16;         // rows that share a read of the weights, however long they are
+constexpr int kMostRows = kRegisters == 32 ? 8 : 4;
+
+// Columns multiplied at once with a group of `rows`: sums, one vector of each column and one of a row fit the registers.
+constexpr int columns_of(int rows) {
+  if (kRegisters == 16) return rows == 1 ? 8 : rows == 2 ? 4 : 3;
+  return rows <= 2 ? 8 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;
+}
+
+constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Numbers that a thread keeps room for, from product to product.
+class Room {
+ public:
+  ~Room() { std::free(at_); }
+  float* of(int64_t wanted) {
+    if (room_ < wanted) {
+      std::free(at_);
+      at_ = static_cast<float*>(std::aligned_alloc(64, (wanted * 4 + 63) / 64 * 64));
+      room_ = wanted;
+    }
+    return at_;
+  }
+
+ private:
+  float* at_ = nullptr;
+  int64_t room_ = 0;
+};
+
+template <int R, int C, class Run>
+inline __attribute__((always_inline)) void each(Run run) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) run(r, c);
+}
+
+// sums += a step of R widened rows, `width` numbers apart, times a step of C columns, `size` numbers apart.
+template <int R, int C, class T>
+inline __attribute__((always_inline)) void add(Lanes (&sums)[R][C], const float* rows, int64_t width,
+                                               const T* columns, int64_t size) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    Lanes w[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) w[c] = half ? Format<T>::second(columns + c * size) : Format<T>::first(columns + c * size);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Lanes x = lanes(rows + r * width + half * kLanes);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sums[r][c] += x * w[c];
+    }
+    asm volatile("" ::: "memory");  // GCC would keep what it read for the other half, and push sums out of registers
+  }
+}
+
+// `size` numbers as floats, in the order in which the inner loop meets them, filled up to a whole step.
+template <class T>
+inline void widen_row(const T* from, int64_t size, float* to) {
+  for (int64_t k = 0; k < size; k += kStep, to += kStep) {
+    T rest[kStep];
+    const T* here = from + k;
+    if (k + kStep > size) {
+      std::memset(rest, 0, sizeof rest);
+      std::memcpy(rest, here, (size - k) * sizeof(T));
+      here = rest;
+    }
+    const Lanes first = Format<T>::first(here), second = Format<T>::second(here);
+    std::memcpy(to, &first, sizeof first);
+    std::memcpy(to + kLanes, &second, sizeof second);
+  }
+}
+
+template <class T>
+class Multiplier {
+ public:
+  explicit Multiplier(const Product<T>& product)
+      : p_(product), width_(up(p_.size, kStep)), whole_(p_.size / kStep * kStep) {}
+
+  void run() const {
+    const int64_t fitting = std::max(kFewestRows, kRowBytes / 4 / width_ / kMostRows * kMostRows);
+    const int64_t blocks = (p_.count + fitting - 1) / fitting;
+    static thread_local Room room;
+    float* const rows = room.of((p_.count / blocks + 1) * width_);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t done = p_.count * block / blocks, count = p_.count * (block + 1) / blocks - done;
+#pragma omp parallel
+      {
+        const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+        if (count >= kMostRows) {
+#pragma omp for schedule(static)
+          for (int64_t r = 0; r < count; ++r) widen_row(p_.rows + (done + r) * p_.stride, p_.size, rows + r * width_);
+        } else {
+#pragma omp single
+          for (int64_t r = 0; r < count; ++r) widen_row(p_.rows + (done + r) * p_.stride, p_.size, rows + r * width_);
+        }
+        const int64_t first = p_.outputs * thread / team, last = p_.outputs * (thread + 1) / team;
+        if (count > kMostRows)
+          block_of<columns_of(kMostRows)>(rows, done, count, first, last);
+        else
+          group_of(count, [&](auto r) { block_of<columns_of(decltype(r)::value)>(rows, done, count, first, last); });
+      }
+    }
+  }
+
+ private:
+  const Product<T> p_;
+  const int64_t width_, whole_;
+
+  // run(integral constant) for 1 to kMostRows rows.
+  template <class Run>
+  static void group_of(int64_t rows, Run run) {
+    switch (rows) {
+      case 1: return run(std::integral_constant<int, 1>{});
+      case 2: return run(std::integral_constant<int, 2>{});
+      case 3: return run(std::integral_constant<int, 3>{});
+      case 4: return run(std::integral_constant<int, 4>{});
+    }
+    if constexpr (kMostRows == 8) switch (rows) {
+        case 5: return run(std::integral_constant<int, 5>{});
+        case 6: return run(std::integral_constant<int, 6>{});
+        case 7: return run(std::integral_constant<int, 7>{});
+        case 8: return run(std::integral_constant<int, 8>{});
+      }
+  }
+
+  // All rows with the columns of a thread, C at a time: as many columns as stay in the cache, and in turns all groups of
+  // rows over them.
+  template <int C>
+  void block_of(const float* rows, int64_t done, int64_t count, int64_t first, int64_t last) const {
+    const int64_t together = std::max<int64_t>(C, kWeightBytes / int64_t(sizeof(T)) / p_.size / C * C);
+    const int64_t groups = (count + kMostRows - 1) / kMostRows;
+    for (int64_t from = first; from < last; from += together) {
+      const int64_t to = std::min(from + together, last);
+      for (int64_t group = 0; group < groups; ++group) {
+        const int64_t r = count * group / groups;
+        group_of(count * (group + 1) / groups - r, [&](auto size) {
+          columns<decltype(size)::value, C>(rows + r * width_, done + r, from, to, group == 0);
+        });
+      }
+    }
+  }
+
+  // One group of R rows with the columns from `from` to `to`.
+  template <int R, int C>
+  void columns(const float* rows, int64_t row, int64_t from, int64_t to, bool fetch) const {
+    const int64_t chunks = (R * width_ * 4 + kChunkBytes - 1) / kChunkBytes, chunk = up((width_ + chunks - 1) / chunks, kStep);
+    static thread_local Room room;
+    Lanes* kept = chunk < width_ ? reinterpret_cast<Lanes*>(room.of((to - from + C) * R * kLanes)) : nullptr;
+    for (int64_t k = 0; k < width_; k += chunk) {
+      const int64_t end = std::min(k + chunk, width_);
+      int64_t column = from;
+      Lanes* sums = kept;
+      for (; column + C <= to; column += C, sums += R * C) tile<R, C>(rows, row, column, k, end, sums, fetch);
+      for (; column < to; ++column, sums += R) tile<R, 1>(rows, row, column, k, end, sums, false);
+    }
+  }
+
+  // R rows and C columns, numbers `k` to `end` of each; what they add up to is kept in between.
+  template <int R, int C>
+  inline void tile(const float* rows, int64_t row, int64_t column, int64_t k, int64_t end, Lanes* kept, bool fetch) const {
+    Lanes sums[R][C];
+    each<R, C>([&](int r, int c) __attribute__((always_inline)) { sums[r][c] = k > 0 ? kept[r * C + c] : Lanes{}; });
+    const int64_t width = width_, size = p_.size, stop = std::min(end, whole_);
+    const T* const at = p_.weights + column * size;
+    if (fetch) {
+      for (int64_t i = k; i < stop; i += kStep) {
+#pragma GCC unroll 8
+        for (int c = C; c < 2 * C; ++c) {
+          __builtin_prefetch(at + c * size + i, 0, 3);
+          if (kStep * sizeof(T) > 64) __builtin_prefetch(at + c * size + i + kLanes, 0, 3);
+        }
+        add<R, C, T>(sums, rows + i, width, at + i, size);
+      }
+    } else {
+      for (int64_t i = k; i < stop; i += kStep) add<R, C, T>(sums, rows + i, width, at + i, size);
+    }
+    if (stop < end) {
+      T rests[C * kStep] = {};
+      for (int c = 0; c < C; ++c) std::memcpy(rests + c * kStep, at + c * size + whole_, (size - whole_) * sizeof(T));
+      add<R, C, T>(sums, rows + whole_, width, rests, kStep);
+    }
+    if (end < width_) {
+      each<R, C>([&](int r, int c) __attribute__((always_inline)) { kept[r * C + c] = sums[r][c]; });
+      return;
+    }
+    each<R, C>([&](int r, int c) __attribute__((always_inline)) {
+      float x = total(sums[r][c]);
+      if (p_.bias) x += widen(p_.bias[column + c]);
+      narrow(x, p_.out[(row + r) * p_.outputs + column + c]);
+    });
+  }
+};
+
+}  // namespace medusa
