@@ -91,12 +91,14 @@ def test_rounding_hardly_moves_a_probability() -> None:
     torch.testing.assert_close(frozen.probabilities, plain.probabilities, rtol=0.1, atol=5e-3)
 
 
-def test_many_rows_other_types_and_other_shapes_go_to_torch() -> None:
+@pytest.mark.parametrize("amx", [True, False])
+def test_many_rows_other_types_and_other_shapes_go_to_torch(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     heads = make("plain")
     heads.freeze()
     assert heads._frozen is not None
     row = torch.zeros(1, HIDDEN, dtype=torch.bfloat16)
-    assert not heads._frozen.takes(row.expand(6, -1))  # 18 rows of three heads
+    assert heads._frozen.takes(row.expand(6, -1)) is not amx  # 18 rows of three heads: torch's, if it has AMX
     assert not heads._frozen.takes(row[:0]) and not heads._frozen.takes(row.float())
     assert heads.candidates(row.expand(6, -1), None, 2).tokens.shape == (6, 3, 2)
     for odd in (

@@ -8,75 +8,27 @@
 #include <vector>
 
 #include "../attention/kernel/vectors.h"
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "../linear/rows.h"
 
 namespace medusa {
 namespace {
 
-// A matrix [outputs, size] in bytes, scales[m] to each row; `size` is a multiple of 16.
+// A matrix [outputs, size] in bytes, scales[m] to each row.
 struct Matrix {
   const int8_t* bytes;
   const float* scales;
   int64_t outputs, size;
 };
 
-inline Vec whole(const int8_t* bytes) {  // GCC 12 takes conversions of byte vectors apart, one number at a time
-#ifdef __AVX512F__
-  const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
-  Vec values;
-  std::memcpy(&values, &wide, 64);
-  return values;
-#else
-  float wide[16];
-  for (int i = 0; i < 16; ++i) wide[i] = bytes[i];
-  return load(wide);
-#endif
-}
-
-// give(r, m, rows[r, :] . matrix[m, :]) for R rows, in each thread of a team for its part of the matrix, read once.
-template <int R, class Give>
-inline void product(const float* rows, const Matrix& matrix, Give give) {
-  const int64_t size = matrix.size, pairs = (matrix.outputs + 1) / 2;
-#pragma omp for schedule(static)
-  for (int64_t pair = 0; pair < pairs; ++pair) {  // two rows of the matrix at once: twice as many sums under way
-    const int64_t one = 2 * pair, two = std::min(one + 1, matrix.outputs - 1);
-    const int8_t *first = matrix.bytes + one * size, *second = matrix.bytes + two * size;
-    Vec sums[2][R] = {};
-    for (int64_t d = 0; d < size; d += 16) {
-      const Vec w = whole(first + d), v = whole(second + d);
-      for (int r = 0; r < R; ++r) {
-        const Vec x = load(rows + r * size + d);
-        sums[0][r] += w * x;
-        sums[1][r] += v * x;
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      give(r, one, sum(sums[0][r]) * matrix.scales[one]);
-      if (two != one) give(r, two, sum(sums[1][r]) * matrix.scales[two]);
-    }
-  }
-}
-
-// The same for any number of rows, eight at a time: each thread's part of the matrix stays in its cache meanwhile.
+// give(r, m, rows[r, :] . matrix[m, :]), each thread of a team for its part of the matrix, which is read once. Rows are
+// `up(size, kStep)` numbers apart, zeros behind their own. Returns when all threads are done.
 template <class Give>
 inline void product(int64_t count, const float* rows, const Matrix& matrix, Give give) {
-  for (int64_t done = 0; done < count; done += 8) {
-    const float* const some = rows + done * matrix.size;
-    const auto shifted = [&](int64_t r, int64_t m, float x) { give(done + r, m, x); };
-    switch (std::min<int64_t>(count - done, 8)) {
-      case 1: product<1>(some, matrix, shifted); break;
-      case 2: product<2>(some, matrix, shifted); break;
-      case 3: product<3>(some, matrix, shifted); break;
-      case 4: product<4>(some, matrix, shifted); break;
-      case 5: product<5>(some, matrix, shifted); break;
-      case 6: product<6>(some, matrix, shifted); break;
-      case 7: product<7>(some, matrix, shifted); break;
-      default: product<8>(some, matrix, shifted);
-    }
-  }
+  const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+  const auto scaled = [&](int64_t r, int64_t m, float x) { give(r, m, x * matrix.scales[m]); };
+  Columns<int8_t, decltype(scaled)>(matrix.bytes, matrix.size, scaled)
+      .run(rows, 0, count, matrix.outputs * thread / team, matrix.outputs * (thread + 1) / team);
+#pragma omp barrier
 }
 
 constexpr int64_t kChunk = 64;  // logits of a row that are looked at together
@@ -192,31 +144,34 @@ extern "C" void medusa_guess(const medusa::Heads* given, const medusa::BFloat16*
                              int64_t* places, float* probabilities, int64_t count, int64_t most) {
   const medusa::Heads h = *given;
   const int64_t inner_size = h.first.outputs, rows = count * h.heads, outputs = h.unembedding.outputs;
-  std::vector<float> wide(count * h.hidden), root(count * h.hidden), inner(count * inner_size);
-  std::vector<float> states(rows * h.hidden), logits(rows * outputs);
+  const int64_t width = medusa::up(h.hidden, medusa::kStep), inner_width = medusa::up(inner_size, medusa::kStep);
+  std::vector<float> wide(count * width), root(h.root.bytes ? count * width : 0), inner(count * inner_width);
+  std::vector<float> states(rows * width), logits(rows * outputs);
   for (int64_t b = 0; b < count; ++b)
     for (int64_t d = 0; d < h.hidden; ++d) {
-      wide[b * h.hidden + d] = medusa::widen(hidden[b * h.hidden + d]);
-      if (h.root.bytes) root[b * h.hidden + d] = medusa::widen(h.embedding[roots[b] * h.hidden + d]);
+      wide[b * width + d] = medusa::widen(hidden[b * h.hidden + d]);
+      if (h.root.bytes) root[b * width + d] = medusa::widen(h.embedding[roots[b] * h.hidden + d]);
     }
 #pragma omp parallel
   {
     float* const in = inner.data();
     medusa::product(count, wide.data(), h.first, [&](int64_t b, int64_t m, float x) {
-      in[b * inner_size + m] = x + (h.bias ? h.bias[m] : 0.0f);
+      in[b * inner_width + m] = x + (h.bias ? h.bias[m] : 0.0f);
     });
     if (h.root.bytes)  // the same thread has the same rows of both
-      medusa::product(count, root.data(), h.root, [&](int64_t b, int64_t m, float x) { in[b * inner_size + m] += x; });
+      medusa::product(count, root.data(), h.root, [&](int64_t b, int64_t m, float x) { in[b * inner_width + m] += x; });
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < count * inner_size; ++i) in[i] = medusa::silu(in[i]);
+    for (int64_t i = 0; i < count * inner_width; ++i) in[i] = medusa::silu(in[i]);
     const auto set_state = [&](int64_t b, int64_t m, float x) {
-      states[b * h.heads * h.hidden + m] = wide[b * h.hidden + m % h.hidden] + x;
+      const int64_t head = m / h.hidden, d = m % h.hidden;
+      states[(b * h.heads + head) * width + d] = wide[b * width + d] + x;
     };
     if (h.back.bytes) {
       medusa::product(count, in, h.back, [&](int64_t b, int64_t m, float x) { set_state(b, m, x + h.back_bias[m]); });
     } else {
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < count * inner_size; ++i) set_state(i / inner_size, i % inner_size, in[i]);
+      for (int64_t i = 0; i < count * inner_size; ++i)
+        set_state(i / inner_size, i % inner_size, in[i / inner_size * inner_width + i % inner_size]);
     }
     medusa::product(rows, states.data(), h.unembedding, [&](int64_t r, int64_t m, float x) {
       logits[r * outputs + m] = x * h.scales[r % h.heads];

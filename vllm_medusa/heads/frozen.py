@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads import native
+from vllm_medusa.heads.products import rows_are_dear
 
 if TYPE_CHECKING:
     from vllm_medusa.heads.model import MedusaHeads
@@ -48,7 +49,8 @@ class FrozenHeads:
     Rounding moves a weight by up to 1/254 of the largest in its row: of no weight for drafts, which the target checks.
     """
 
-    MOST_ROWS = 16  # requests times heads; beyond, products bound by arithmetic are quicker
+    MOST_ROWS = 16  # requests times heads; beyond, products by AMX are quicker where there is AMX
+    MOST_HEADS = 16
 
     def __init__(self, heads: MedusaHeads, scale: Tensor, embedding: Tensor | None) -> None:
         """Copy `heads`; `scale`: float32 [K], of each head's logits. Only where `suits` says so."""
@@ -77,13 +79,14 @@ class FrozenHeads:
         config, unembedding = heads.config, heads.unembedding_weight()
         one_layer = config.num_layers == (1 if heads.trunk is None else 0)
         sizes = (config.hidden_size, config.trunk_size or 16)
-        small = config.num_heads <= FrozenHeads.MOST_ROWS and all(size % 16 == 0 for size in sizes)
+        small = config.num_heads <= FrozenHeads.MOST_HEADS and all(size % 16 == 0 for size in sizes)
         right = unembedding.device.type == "cpu" and unembedding.dtype == torch.bfloat16 and len(unembedding) == 1
         return one_layer and small and right and native.library() is not None
 
     def takes(self, hidden: Tensor) -> bool:
         """Whether these rows [B, H] are few enough, and of the type that was copied."""
-        return 0 < len(hidden) * self._heads.heads <= self.MOST_ROWS and hidden.dtype == torch.bfloat16
+        few = rows_are_dear(hidden) or len(hidden) * self._heads.heads <= self.MOST_ROWS
+        return len(hidden) > 0 and few and hidden.dtype == torch.bfloat16
 
     def guess(self, hidden: Tensor, roots: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest places of every head's outputs.

@@ -11,27 +11,71 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_medusa.host.ranks import agreed_seconds, is_first_rank
+from vllm_medusa.kept import Kept
 from vllm_medusa.proposer import MedusaProposer
 
 logger = init_logger("vllm.medusa")  # below the host's own, so that its settings hold
 STEP_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a step
+MOST_SECONDS = 3.0  # that measuring steps may take, and heads
+CHECKED, MOST_SURPRISE = (1, 8), 1.3  # sizes that tell whether kept times still hold: by ratios no further apart
+_STEPS = "steps"  # the name by which their times are kept
 HEADS_SIZES = (1, 2, 4, 8, 16, 32)  # requests, at which asking the heads is timed
 # A GPU takes hundreds of tokens in the time of one; where that ends decides how many nodes pay.
 MORE_ON_A_DEVICE = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def time_steps(runner: Any, most: int) -> Iterator[tuple[int, float]]:
+def time_steps(runner: Any, most: int, kept: Kept) -> Iterator[tuple[int, float]]:
     """Seconds of the target's forward pass and unembedding at a few step sizes, `most` tokens at most.
 
     Attention and bookkeeping are missing from these times, so sizes that were never served look a little too cheap:
-    they are tried once and then known. By the first rank's clock, as all of these times.
+    they are tried once and then known. By the first rank's clock, as all of these times. Takes `MOST_SECONDS` at most,
+    or two steps of each of three sizes. What an earlier start measured is taken again, once two sizes have told how
+    this start compares with it.
 
     Args:
-        runner: either runner of the host.
+        runner: either runner of vLLM.
         most: tokens.
+        kept: what earlier starts measured; gets what this one does.
     """
-    for size in _sizes(STEP_SIZES, most, runner.device):
-        yield size, agreed_seconds(min(_time_step(runner, size) for _ in range(4)))
+    sizes = _sizes(STEP_SIZES, most, runner.device)
+    known = {int(size): float(seconds) for size, seconds in kept.get(_STEPS) or []}
+    checks = [size for size in CHECKED if size in sizes and size in known]
+    if checks and set(sizes) <= set(known):
+        paces = [_least_of(runner, size, 3) / known[size] for size in checks]
+        if max(paces) < MOST_SURPRISE * min(paces):
+            for size in sizes:
+                yield size, known[size] * min(paces)
+            return
+    found = {}
+    began = time.perf_counter()
+    for place, size in enumerate(_most_telling_first(sizes)):
+        late = time.perf_counter() - began > MOST_SECONDS
+        if late and place >= 3:
+            break
+        found[size] = _least_of(runner, size, 2 if late else 4)
+        yield size, found[size]
+    kept.put(_STEPS, sorted(found.items()))
+    kept.save()
+
+
+def _least_of(runner: Any, size: int, times: int) -> float:
+    return agreed_seconds(min(_time_step(runner, size) for _ in range(times)))
+
+
+def _most_telling_first(sizes: Sequence[int]) -> list[int]:
+    """The sizes in an order in which those that come first tell most about the others: ends, then middles of gaps.
+
+    >>> _most_telling_first([1, 2, 4, 8, 16])
+    [1, 16, 4, 2, 8]
+    """
+    ordered, gaps = [sizes[0], sizes[-1]] if len(sizes) > 1 else list(sizes), [(0, len(sizes) - 1)]
+    while gaps:
+        first, last = gaps.pop(0)
+        if last - first > 1:
+            middle = (first + last) // 2
+            ordered.append(sizes[middle])
+            gaps += [(first, middle), (middle, last)]
+    return ordered
 
 
 def time_heads(
@@ -41,7 +85,10 @@ def time_heads(
     heads = proposer.heads
     assert heads is not None, "load_model comes first"
     weight = next(heads.parameters())
+    all_began = time.perf_counter()
     for size in _sizes(HEADS_SIZES, most, weight.device):
+        if size > HEADS_SIZES[1] and time.perf_counter() - all_began > MOST_SECONDS:
+            return
         hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
         roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
         for _ in range(3):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import torch
+import vllm
+import vllm.envs
+
+from vllm_medusa.config import SETTINGS_KEY
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.host.choice import Runner, check_runner
 from vllm_medusa.host.compat import RUNNER_CONTRACT, V2_CONTRACT, Symbol, find_problems
 from vllm_medusa.host.startup import logger
 from vllm_medusa.host.statistics import in_one_line
+from vllm_medusa.kept import Kept
 
 
 def check_host(vllm_config: Any, *contract: Symbol) -> Runner:
@@ -28,12 +36,31 @@ class TreeWorker:
     """What both workers have, beside the host's own methods."""
 
     model_runner: Any
+    vllm_config: Any
+    rank: int
     products_in_words: str | None = None  # what multiplies with the target's matrices, where there is a choice
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What earlier starts of this target measured on this machine."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        subject = {
+            "vllm": vllm.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "model": model.model,
+            "revision": model.revision,
+            "dtype": str(model.dtype),
+            "quantization": model.quantization,
+            "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, self.rank],
+            "eager": model.enforce_eager,
+            "settings": {**self.vllm_config.additional_config[SETTINGS_KEY], "heads": None},
+        }
+        return Kept(Path(vllm.envs.VLLM_CACHE_ROOT) / "medusa", subject)
 
     def compile_or_warm_up_model(self) -> Any:
         """The host's warm-up, then a short measurement: what a step costs by its tokens."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        self.model_runner.measure_step_cost()
+        self.model_runner.measure_step_cost(self.kept)
         self.model_runner.log_choices(self.products_in_words)
         return times
 

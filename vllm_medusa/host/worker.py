@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import vllm.envs
 from vllm.v1.worker import cpu_worker
 
 from vllm_medusa.config import SETTINGS_KEY, Settings
@@ -13,7 +11,6 @@ from vllm_medusa.host.choice import Runner
 from vllm_medusa.host.compat import full_contract
 from vllm_medusa.host.linears import ADDITIONAL_KEY, Products
 from vllm_medusa.host.tree_worker import TreeWorker, check_host
-from vllm_medusa.kept import Kept
 
 
 class MedusaCPUWorker(TreeWorker, cpu_worker.CPUWorker):
@@ -32,7 +29,7 @@ class MedusaCPUWorker(TreeWorker, cpu_worker.CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target with our product in the layers where it is the quicker one."""
         settings = Settings(**self.vllm_config.additional_config[SETTINGS_KEY])
-        self.products = Products(settings.linear_product, self._kept())
+        self.products = Products(settings.linear_product, self.kept)
         with self.products.in_place():
             super().load_model(*args, **kwargs)
         # Compiled graphs call the products, and are kept by what this holds.
@@ -43,18 +40,6 @@ class MedusaCPUWorker(TreeWorker, cpu_worker.CPUWorker):
         """As at the start."""
         with self.products.in_place():
             super().reload_weights(*args, **kwargs)
-
-    def _kept(self) -> Kept:
-        """What earlier starts of this target measured on this machine."""
-        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
-        subject = {
-            "model": model.model,
-            "dtype": str(model.dtype),
-            "quantization": model.quantization,
-            "ranks": [parallel.tensor_parallel_size, self.rank],
-            "eager": model.enforce_eager,
-        }
-        return Kept(Path(vllm.envs.VLLM_CACHE_ROOT) / "medusa", subject)
 
 
 def _our_runner(runner: Runner) -> tuple[Any, type]:

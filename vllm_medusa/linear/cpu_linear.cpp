@@ -30,7 +30,7 @@ void multiply(const Tensor& rows, const Tensor& weight, const std::optional<Tens
       static_cast<const T*>(rows.data_ptr()), static_cast<const T*>(weight.data_ptr()),
       bias ? static_cast<const T*>(bias->data_ptr()) : nullptr, static_cast<T*>(out.data_ptr()),
       count, weight.size(1), weight.size(0), weight.size(1)};
-  medusa::Multiplier<T>(product).run();
+  medusa::multiply(product);
 }
 
 Tensor by_torch(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -40,17 +40,21 @@ Tensor by_torch(const Tensor& rows, const Tensor& weight, const std::optional<Te
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor linear(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias, int64_t mask) {
+// Writes to a tensor that it is handed, so that compiled graphs plan its memory: an allocation of its own for each product
+// makes the allocator give pages back and fault them in again, some tens of microseconds each time.
+void linear(Tensor out, const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias, int64_t mask) {
   const int64_t dims = rows.dim(), size = weight.size(1), count = size ? rows.numel() / size : 0;
-  if (!(mask >> place(count) & 1)) return by_torch(rows, weight, bias);
   const ScalarType type = weight.scalar_type();
   STD_TORCH_CHECK(rows.scalar_type() == type && rows.size(dims - 1) == size, "linear: rows do not fit the weight");
+  STD_TORCH_CHECK(out.scalar_type() == type && out.is_contiguous() && out.numel() == count * weight.size(0),
+                  "linear: no room for the result");
+  if (!(mask >> place(count) & 1)) {
+    torch::stable::copy_(out, by_torch(rows, weight, bias));
+    return;
+  }
   STD_TORCH_CHECK(weight.is_contiguous(), "linear: the weight is not dense");
   STD_TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous()), "linear: the bias does not fit");
   const Tensor dense = rows.is_contiguous() ? rows : torch::stable::contiguous(rows);
-  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
-  shape.back() = weight.size(0);
-  Tensor out = torch::stable::new_empty(rows, shape);
   if (type == ScalarType::Float)
     multiply<float>(dense, weight, bias, out, count);
   else if (type == ScalarType::BFloat16)
@@ -61,13 +65,12 @@ Tensor linear(const Tensor& rows, const Tensor& weight, const std::optional<Tens
 #endif
   else
     STD_TORCH_CHECK(false, "linear: no product of this number format");
-  return out;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_medusa, library) {
-  library.def("linear(Tensor rows, Tensor weight, Tensor? bias, int mask) -> Tensor");
+  library.def("linear(Tensor(a!) out, Tensor rows, Tensor weight, Tensor? bias, int mask) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_medusa, CPU, library) { library.impl("linear", TORCH_BOX(&linear)); }

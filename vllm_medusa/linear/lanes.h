@@ -57,6 +57,28 @@ struct Format<BFloat16> {  // two in a word: the even ones by a shift, the odd o
   }
 };
 
+template <>
+struct Format<int8_t> {
+  static constexpr int order(int i) { return i; }
+  static Lanes whole(const int8_t* from) {  // GCC 12 takes conversions of byte vectors apart, one number at a time
+    Lanes wide;
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    const __m512 y = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    std::memcpy(&wide, &y, sizeof wide);
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    const __m256 y = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    std::memcpy(&wide, &y, sizeof wide);
+#else
+    for (int i = 0; i < kLanes; ++i) wide[i] = from[i];
+#endif
+    return wide;
+  }
+  static Lanes first(const int8_t* from) { return whole(from); }
+  static Lanes second(const int8_t* from) { return whole(from + kLanes); }
+};
+
 #ifdef __FLT16_MAX__
 template <>
 struct Format<_Float16> {

@@ -15,12 +15,13 @@ from vllm_medusa.linear.operator import ALWAYS, ROWS, linear
 Product = Callable[[Tensor], Tensor]
 
 _ROUNDS, _FEWEST_ROUNDS = 9, 3
-_SECONDS = 0.03  # for one number of rows, beyond the fewest rounds
+_SECONDS = 0.02  # for one number of rows, beyond the fewest rounds
+_DEAR = 0.05  # seconds of one product: with more rows it will be as with these
 _AGAIN = 2  # more times that a number of rows is looked at, at which our product seems a little slower
 _LITTLE = 1.2
 _CLEARLY = 1.5  # times as long, twice in a row: no need to look at more rows
 _NOISE = 1.04  # what two measurements of one thing may differ by
-_COLD_BYTES = 24 << 20  # of copies in turns: in a step, each matrix comes from beyond a core's own caches
+_COLD_BYTES = 16 << 20  # of copies in turns: in a step, each matrix comes from beyond a core's own caches
 _MOST_COPIES = 16
 _ARITHMETIC = 64  # rows from which on it does not matter where the matrix comes from
 
@@ -88,6 +89,8 @@ def compare(weight: Tensor, other: Callable[[Tensor], Product]) -> Comparison:
     found = Comparison({}, {})
     clear = 0
     for count in ROWS:
+        if found.own and count * max(found.other.values()) > _DEAR * max(found.own):
+            break
         rows = torch.randn(count, weight.shape[1]).to(weight.dtype)
 
         used = len(copies) if count < _ARITHMETIC else 1

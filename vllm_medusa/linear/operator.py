@@ -32,7 +32,7 @@ Linear = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 @loaded_once(logger, logging.WARNING, "Linear layers keep vLLM's product, which may make each row of a tree dear: %s")
 def linear() -> Linear:
-    """The operator `linear(rows, weight, bias, mask)`; None, said once, where it cannot be built.
+    """The product `linear(rows, weight, bias, mask)`; None, said once, where it cannot be built.
 
     It gives rows [..., K] times weight [N, K] transposed plus bias [N], all of one dtype of `DTYPES`: [..., N]. Sums
     are taken in float32. For numbers of rows whose bit in `mask` is 0 it is `torch.nn.functional.linear`; for the
@@ -43,9 +43,15 @@ def linear() -> Linear:
     tensor([[11., 17.]])
     """
     load_operators(Path(__file__).with_name("cpu_linear.cpp"))
-    operator: Linear = torch.ops.vllm_medusa.linear.default
-    torch.library.register_fake("vllm_medusa::linear", _shape)
-    return operator
+    operator = torch.ops.vllm_medusa.linear.default
+    torch.library.register_fake("vllm_medusa::linear", _nothing)
+
+    def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, mask: int) -> Tensor:
+        out = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=rows.dtype)
+        operator(out, rows, weight, bias, mask)
+        return out
+
+    return multiply
 
 
 def place_of(rows: int) -> int:
@@ -62,6 +68,5 @@ def has_product(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.ndim == 2 and weight.dtype in DTYPES and weight.is_contiguous()
 
 
-def _shape(rows: Tensor, weight: Tensor, bias: Tensor | None, mask: int) -> Tensor:
-    """What the operator returns, as compiled graphs need to know it: no numbers."""
-    return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+def _nothing(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, mask: int) -> None:
+    """What the operator does to shapes, as compiled graphs need to know it."""

@@ -100,41 +100,25 @@ inline void widen_row(const T* from, int64_t size, float* to) {
   }
 }
 
-template <class T>
-class Multiplier {
+// Widened rows times the columns of a matrix [outputs, size], in one thread. give(row, column, sum) takes each number.
+template <class T, class Give>
+class Columns {
  public:
-  explicit Multiplier(const Product<T>& product)
-      : p_(product), width_(up(p_.size, kStep)), whole_(p_.size / kStep * kStep) {}
+  Columns(const T* weights, int64_t size, Give give)
+      : weights_(weights), size_(size), width_(up(size, kStep)), whole_(size / kStep * kStep), give_(give) {}
 
-  void run() const {
-    const int64_t fitting = std::max(kFewestRows, kRowBytes / 4 / width_ / kMostRows * kMostRows);
-    const int64_t blocks = (p_.count + fitting - 1) / fitting;
-    static thread_local Room room;
-    float* const rows = room.of((p_.count / blocks + 1) * width_);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t done = p_.count * block / blocks, count = p_.count * (block + 1) / blocks - done;
-#pragma omp parallel
-      {
-        const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
-        if (count >= kMostRows) {
-#pragma omp for schedule(static)
-          for (int64_t r = 0; r < count; ++r) widen_row(p_.rows + (done + r) * p_.stride, p_.size, rows + r * width_);
-        } else {
-#pragma omp single
-          for (int64_t r = 0; r < count; ++r) widen_row(p_.rows + (done + r) * p_.stride, p_.size, rows + r * width_);
-        }
-        const int64_t first = p_.outputs * thread / team, last = p_.outputs * (thread + 1) / team;
-        if (count > kMostRows)
-          block_of<columns_of(kMostRows)>(rows, done, count, first, last);
-        else
-          group_of(count, [&](auto r) { block_of<columns_of(decltype(r)::value)>(rows, done, count, first, last); });
-      }
-    }
+  // `count` rows, the first one number `done`, with the columns from `first` to `last`.
+  void run(const float* rows, int64_t done, int64_t count, int64_t first, int64_t last) const {
+    if (count > kMostRows)
+      together<columns_of(kMostRows)>(rows, done, count, first, last);
+    else
+      group_of(count, [&](auto r) { together<columns_of(decltype(r)::value)>(rows, done, count, first, last); });
   }
 
  private:
-  const Product<T> p_;
-  const int64_t width_, whole_;
+  const T* const weights_;
+  const int64_t size_, width_, whole_;
+  const Give give_;
 
   // run(integral constant) for 1 to kMostRows rows.
   template <class Run>
@@ -153,18 +137,19 @@ class Multiplier {
       }
   }
 
-  // All rows with the columns of a thread, C at a time: as many columns as stay in the cache, and in turns all groups of
-  // rows over them.
+  // C columns at a time: as many as stay in the cache, and in turns all groups of rows over them.
   template <int C>
-  void block_of(const float* rows, int64_t done, int64_t count, int64_t first, int64_t last) const {
-    const int64_t together = std::max<int64_t>(C, kWeightBytes / int64_t(sizeof(T)) / p_.size / C * C);
+  void together(const float* rows, int64_t done, int64_t count, int64_t first, int64_t last) const {
+    const int64_t fitting = std::max<int64_t>(C, kWeightBytes / int64_t(sizeof(T)) / size_ / C * C);
     const int64_t groups = (count + kMostRows - 1) / kMostRows;
-    for (int64_t from = first; from < last; from += together) {
-      const int64_t to = std::min(from + together, last);
+    for (int64_t from = first; from < last; from += fitting) {
+      const int64_t to = std::min(from + fitting, last);
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t r = count * group / groups;
         group_of(count * (group + 1) / groups - r, [&](auto size) {
-          columns<decltype(size)::value, C>(rows + r * width_, done + r, from, to, group == 0);
+          constexpr int R = decltype(size)::value;
+          if constexpr (C <= columns_of(R))  // a lone group has columns_of(R), groups of many the fewest
+            some<R, C>(rows + r * width_, done + r, from, to, group == 0);
         });
       }
     }
@@ -172,10 +157,11 @@ class Multiplier {
 
   // One group of R rows with the columns from `from` to `to`.
   template <int R, int C>
-  void columns(const float* rows, int64_t row, int64_t from, int64_t to, bool fetch) const {
-    const int64_t chunks = (R * width_ * 4 + kChunkBytes - 1) / kChunkBytes, chunk = up((width_ + chunks - 1) / chunks, kStep);
+  void some(const float* rows, int64_t row, int64_t from, int64_t to, bool fetch) const {
+    const int64_t chunks = (R * width_ * 4 + kChunkBytes - 1) / kChunkBytes;
+    const int64_t chunk = up((width_ + chunks - 1) / chunks, kStep);
     static thread_local Room room;
-    Lanes* kept = chunk < width_ ? reinterpret_cast<Lanes*>(room.of((to - from + C) * R * kLanes)) : nullptr;
+    Lanes* const kept = chunk < width_ ? reinterpret_cast<Lanes*>(room.of((to - from + C) * R * kLanes)) : nullptr;
     for (int64_t k = 0; k < width_; k += chunk) {
       const int64_t end = std::min(k + chunk, width_);
       int64_t column = from;
@@ -185,13 +171,14 @@ class Multiplier {
     }
   }
 
-  // R rows and C columns, numbers `k` to `end` of each; what they add up to is kept in between.
+  // R rows and C columns, numbers `k` to `end` of each; what they add up to is kept in between. `fetch`: the weights
+  // come from memory, so the next ones are asked for meanwhile.
   template <int R, int C>
-  inline void tile(const float* rows, int64_t row, int64_t column, int64_t k, int64_t end, Lanes* kept, bool fetch) const {
+  void tile(const float* rows, int64_t row, int64_t column, int64_t k, int64_t end, Lanes* kept, bool fetch) const {
     Lanes sums[R][C];
     each<R, C>([&](int r, int c) __attribute__((always_inline)) { sums[r][c] = k > 0 ? kept[r * C + c] : Lanes{}; });
-    const int64_t width = width_, size = p_.size, stop = std::min(end, whole_);
-    const T* const at = p_.weights + column * size;
+    const int64_t width = width_, size = size_, stop = std::min(end, whole_);
+    const T* const at = weights_ + column * size;
     if (fetch) {
       for (int64_t i = k; i < stop; i += kStep) {
 #pragma GCC unroll 8
@@ -209,16 +196,42 @@ class Multiplier {
       for (int c = 0; c < C; ++c) std::memcpy(rests + c * kStep, at + c * size + whole_, (size - whole_) * sizeof(T));
       add<R, C, T>(sums, rows + whole_, width, rests, kStep);
     }
-    if (end < width_) {
+    if (end < width_)
       each<R, C>([&](int r, int c) __attribute__((always_inline)) { kept[r * C + c] = sums[r][c]; });
-      return;
-    }
-    each<R, C>([&](int r, int c) __attribute__((always_inline)) {
-      float x = total(sums[r][c]);
-      if (p_.bias) x += widen(p_.bias[column + c]);
-      narrow(x, p_.out[(row + r) * p_.outputs + column + c]);
-    });
+    else
+      each<R, C>([&](int r, int c) __attribute__((always_inline)) { give_(row + r, column + c, total(sums[r][c])); });
   }
 };
+
+// A whole product, by a team of threads.
+template <class T>
+void multiply(const Product<T>& p) {
+  const int64_t width = up(p.size, kStep);
+  const auto give = [&p](int64_t row, int64_t column, float x) {
+    if (p.bias) x += widen(p.bias[column]);
+    narrow(x, p.out[row * p.outputs + column]);
+  };
+  const Columns<T, decltype(give)> columns(p.weights, p.size, give);
+  const int64_t fitting = std::max(kFewestRows, kRowBytes / 4 / width / kMostRows * kMostRows);
+  const int64_t blocks = (p.count + fitting - 1) / fitting;
+  static thread_local Room room;
+  float* const rows = room.of((p.count / std::max<int64_t>(blocks, 1) + 1) * width);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t done = p.count * block / blocks, count = p.count * (block + 1) / blocks - done;
+    const auto widen_one = [&](int64_t r) { widen_row(p.rows + (done + r) * p.stride, p.size, rows + r * width); };
+#pragma omp parallel
+    {
+      if (count >= kMostRows) {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < count; ++r) widen_one(r);
+      } else {
+#pragma omp single
+        for (int64_t r = 0; r < count; ++r) widen_one(r);
+      }
+      const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+      columns.run(rows, done, count, p.outputs * thread / team, p.outputs * (thread + 1) / team);
+    }
+  }
+}
 
 }  // namespace medusa

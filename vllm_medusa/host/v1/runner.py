@@ -27,6 +27,7 @@ from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
 from vllm_medusa.host.v1.emission import emitted_lengths
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
+from vllm_medusa.kept import Kept
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
 
@@ -111,12 +112,12 @@ class MedusaModelRunnerV1(GPUModelRunner):
             thinking.in_spec_mode, thinking.num_spec_tokens = False, 0
         self.input_batch.sampling_metadata = self.input_batch._make_sampling_metadata()
 
-    def measure_step_cost(self) -> None:
+    def measure_step_cost(self, kept: Kept) -> None:
         """Seed the cost model with the target's steps and with the heads. A second or two."""
         if not self.drafter.settings.adaptive:
             return
         for tokens, seconds in time_steps(
-            self, min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens))
+            self, min(self.max_num_tokens, self.max_num_reqs * (1 + self.num_spec_tokens)), kept
         ):
             self.drafting.cost.seed(tokens, seconds)
         self.drafting.measure_heads(self.max_num_reqs)

@@ -27,6 +27,7 @@ from vllm_medusa.host.v2.learning import Learning, StepSize
 from vllm_medusa.host.v2.model_state import with_trees
 from vllm_medusa.host.v2.slots import SlotTrees
 from vllm_medusa.host.v2.speculator import MedusaSpeculator
+from vllm_medusa.kept import Kept
 from vllm_medusa.proposer import MedusaProposer
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.tensor_lookup import DEEPEST, TensorLookups
@@ -95,7 +96,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             trees.max_depth = max(trees.max_depth, most)
             trees.lookups = TensorLookups(self.max_num_reqs, most, self.device)
 
-    def measure_step_cost(self) -> None:
+    def measure_step_cost(self, kept: Kept) -> None:
         """Warm-up is over: count from now on, time steps and heads, and choose from that how many nodes to draft."""
         self.model_state.counts = self.counts
         settings, heads = self.drafter.settings, self.drafter.heads
@@ -103,7 +104,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             return
         assert heads is not None
         nodes = settings.num_speculative_tokens
-        for tokens, seconds in time_steps(self, min(self.max_num_tokens, self.max_num_reqs * (1 + nodes))):
+        for tokens, seconds in time_steps(self, min(self.max_num_tokens, self.max_num_reqs * (1 + nodes)), kept):
             self.learning.cost.seed(tokens, seconds)
 
         def draft(hidden: Tensor, roots: Tensor) -> Tensor:
