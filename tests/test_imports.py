@@ -10,7 +10,10 @@ import pytest
 import vllm_medusa
 
 PACKAGE = Path(vllm_medusa.__file__).parent
-CORE = ("tree", "heads", "attention", "cost.py", "widths.py", "config.py", "proposer.py", "errors.py", "json_file.py")
+CORE = (
+    *("tree", "heads", "attention", "linear", "cost.py", "widths.py", "config.py", "proposer.py", "errors.py"),
+    *("json_file.py", "kept.py", "compiled.py"),
+)
 HEAVY = ("torch", "vllm", "transformers", "numpy", "matplotlib")
 
 

@@ -40,6 +40,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "draft_sample_method": {
         "nothing": None, "unknown": "magic", "capitals": "Greedy", "truth": True, "number": 0, "list": ["greedy"],
     },
+    "linear_product": {"nothing": None, "unknown": "fast", "capitals": "Auto", "truth": True, "number": 1, "list": []},
     "unknown": {"key": 1}, "": {"key": 1}, "num speculative tokens": {"key": 1}, "a\nb\x1b[2J": {"key": 1},
 }  # fmt: skip
 CASES = {f"{key or 'empty'}: {kind}": (key, value) for key, kinds in WRONG.items() for kind, value in kinds.items()}

@@ -59,13 +59,16 @@ class Engine:
 
 
 def start(model: Path | str, heads: Path | str | None = None, **options: Any) -> Engine:
-    """Start an in-process engine; `medusa={...}` adds settings beside the heads."""
+    """Start an in-process engine; `medusa={...}` adds settings beside the heads.
+
+    Our product multiplies in all linear layers, whether it is the quicker one here or not, so it is compared too.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     medusa = options.pop("medusa", {})
     if heads is not None:
-        options["speculative_config"] = {"method": "medusa", "model": str(heads), **medusa}
+        options["speculative_config"] = {"method": "medusa", "model": str(heads), "linear_product": "medusa", **medusa}
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,

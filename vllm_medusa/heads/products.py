@@ -14,10 +14,10 @@ _GROUP = 128
 def product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows @ weight^T: [..., N, H] and [..., M, H] give [..., N, M].
 
-    On a CPU without AMX, torch's product of short numbers takes a time of its own for each row: there ours serves, where
-    no gradient is wanted. On other CPUs, oneDNN packs the right matrix anew at every call. For few rows that costs more
-    than the product, so there the large matrix goes to the left (8192 x 576 in bfloat16, 4 rows: 0.6 ms in place of 1.0
-    on one core).
+    On a CPU without AMX, torch's product of short numbers takes a time of its own for each row: there ours serves,
+    where no gradient is wanted. On other CPUs, oneDNN packs the right matrix anew at every call. For few rows that
+    costs more than the product, so there the large matrix goes to the left (8192 x 576 in bfloat16, 4 rows: 0.6 ms in
+    place of 1.0 on one core).
     """
     if torch.is_inference_mode_enabled() and rows_are_dear(weight) and has_product(weight):
         operator = linear()

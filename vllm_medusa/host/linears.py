@@ -83,7 +83,7 @@ class Products:
             mask = 0  # vLLM's is made of a copy, and a layer keeps one
         self.masks[_kind(weight)] = mask
         if mask == ALWAYS or (mask and not theirs.is_packed):
-            # vLLM's parameters answer each operator that is handed one in Python, a few microseconds' work: not this one.
+            # vLLM's parameters intercept, in Python, every operator that is handed one: microseconds each. Not this.
             layer.bare_weight = weight.data
             layer.cpu_linear = lambda x, weight, bias: operator(x, layer.bare_weight, bias, mask)
             return

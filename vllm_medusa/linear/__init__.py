@@ -1,5 +1,5 @@
 """Products of few rows with the matrices of a model, on a CPU.
 
 `operator` is the product itself, `measure` finds out for which numbers of rows it is quicker than another one. Neither
-knows vLLM; `vllm_medusa.host.linears` puts the product where vLLM has its own.
+knows vLLM; the side that does puts the product where vLLM has its own.
 """
