@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from vllm_medusa.doctor import installation, machine
+from vllm_medusa.doctor import installation, machine, product
 from vllm_medusa.doctor.finding import Finding
 from vllm_medusa.doctor.host_source import check_source
 from vllm_medusa.doctor.pair import check_pair
@@ -30,6 +30,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     machine.check_platform,
     machine.check_compiler,
     machine.check_kernel,
+    product.check_product,
     machine.check_caches,
     machine.check_threads,
     machine.check_kv_cache,
