@@ -15,7 +15,7 @@ from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engin
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
-from vllm_medusa.budget import Trust
+from vllm_medusa.trust import Trust
 from vllm_medusa.tree.topology import Tree
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
