@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class Request:
     Attributes:
         certain: of the heads, 0 to 1: how likely they think what they draft.
         kept: how much of that comes true.
-        temperature: at which tokens are drawn. Its drafts are thought to be as good as the policy's formula says.
+        temperature: at which tokens are drawn; `kept` holds what that does.
         context: tokens in the cache.
     """
 
@@ -65,7 +66,7 @@ class Serving:
     by_node_key: float = 0.0
     slow: Callable[[np.random.Generator, int], float] = lambda rng, tokens: 1.0
     width: int = 32
-    one_trust: bool = False  # for comparison: one estimate for all requests
+    believe: Literal["each", "all", "truth"] = "each"  # "all": one estimate for all requests; "truth": told, not learnt
 
     def __post_init__(self) -> None:
         """Measure at start-up."""
@@ -90,12 +91,14 @@ class Serving:
         for name, temperature in zip(names, temperatures, strict=True):
             self.trusts.add(name, temperature)
         reach = np.stack([self.promises(request) for request in self.requests])
-        if any(temperatures) and not self.one_trust:
+        kept = np.array([request.kept for request in self.requests], dtype=np.float32)
+        true = reach * kept[:, None]
+        if any(temperatures) and self.believe == "each":
             reach = at_temperature(reach, temperatures)
         asked = self.budget.asks_heads(batch)
         trust = self.trusts.shares(names, self.cost.clock)
-        if self.one_trust:
-            trust = np.full(batch, self.trusts.every.share, dtype=np.float32)
+        if self.believe != "each":
+            trust = kept if self.believe == "truth" else np.full(batch, self.trusts.every.share, dtype=np.float32)
         sizes = np.zeros(batch, dtype=np.int64)
         if asked:
             nothing = np.zeros((batch, 0), dtype=np.float32)
@@ -103,7 +106,6 @@ class Serving:
             known = context if context.any() else None
             sizes = self.budget.share(reach, full, without_heads=nothing, trust=trust, context=known)
         drafted = np.arange(self.width) < sizes[:, None]
-        true = reach * np.array([request.kept for request in self.requests])[:, None]
         accepted = ((true > self.rng.random((batch, 1))) & drafted).sum(axis=1)
         tokens, keys, node_keys = batch + int(sizes.sum()), int(context.sum()), int((context * sizes).sum())
         seconds = self.true(tokens) + self.by_key * keys + self.by_node_key * node_keys

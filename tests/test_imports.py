@@ -10,7 +10,8 @@ import pytest
 import vllm_medusa
 
 PACKAGE = Path(vllm_medusa.__file__).parent
-CORE = ("tree", "heads", "attention", "cost.py", "widths.py", "config.py", "proposer.py", "errors.py", "json_file.py")
+POLICY = ("pace.py", "cost.py", "trust.py", "tries.py", "budget.py", "widths.py")
+CORE = ("tree", "heads", "attention", *POLICY, "config.py", "proposer.py", "errors.py", "json_file.py")
 HEAVY = ("torch", "vllm", "transformers", "numpy", "matplotlib")
 
 

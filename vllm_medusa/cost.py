@@ -142,17 +142,17 @@ class StepCost:
         return cell.at if cell is not None else -1.0
 
     def seconds(
-        self, tokens: int | npt.NDArray[np.int64], keys: float = 0.0, node_keys: npt.ArrayLike = 0.0
+        self, tokens: int | npt.NDArray[np.int64], keys: npt.ArrayLike = 0.0, node_keys: npt.ArrayLike = 0.0
     ) -> npt.NDArray[np.float64]:
-        """Expected seconds of a step; beyond the largest size seen the mean slope goes on. Arguments as of `observe`."""
+        """Expected seconds of a step, arguments as of `observe`; beyond the largest size the mean slope goes on."""
         curve, slope = self._drawn()
         tokens = np.asarray(tokens)
         found = curve[np.minimum(tokens, LARGEST)]
         if tokens.max() > LARGEST:
             found = found + slope * np.maximum(tokens - LARGEST, 0)
         pace = self._pace
-        if keys:
-            found = found + (pace.by_key * keys + pace.by_node_key * np.asarray(node_keys))
+        if pace.by_key or pace.by_node_key:
+            found = found + (pace.by_key * np.asarray(keys) + pace.by_node_key * np.asarray(node_keys))
         return np.asarray(pace.value * found)
 
     @property
@@ -172,9 +172,7 @@ class StepCost:
 
     def by_size(self) -> dict[int, float]:
         """Seconds at the present pace, to the microsecond, of each step size seen."""
-        return {
-            size: round(cell.believed(self.clock)[0] * self.pace, 6) for size, cell in sorted(self.cells.items())
-        }
+        return {size: round(cell.believed(self.clock)[0] * self.pace, 6) for size, cell in sorted(self.cells.items())}
 
     def table(self) -> list[dict[str, float]]:
         """One row per step size seen: tokens, milliseconds at the present pace, steps."""

@@ -15,8 +15,8 @@ from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engin
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
-from vllm_medusa.trust import Trust
 from vllm_medusa.tree.topology import Tree
+from vllm_medusa.trust import Trust
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
 Params = list[dict[str, Any]]

@@ -139,7 +139,7 @@ class Drafting:
         ours = np.flatnonzero(promised)
         if len(ours):
             names = [trees.requests[row] for row in ours]
-            self.trusts.learn(names, promised[ours], lengths[ours] - 1, self.cost.clock)
+            self.trusts.learn(names, promised[ours], (lengths[ours] - 1).astype(np.float32), self.cost.clock)
 
     def measure_heads(self, most: int) -> None:
         """Time the heads for up to `most` requests."""
@@ -189,7 +189,7 @@ class Drafting:
         return self.lookups.follow(texts, min(DEEPEST_LOOKUP, self.settings.num_speculative_tokens))
 
     def _at_temperatures(self, draft: TreeDraft, temperatures: npt.NDArray[np.float32]) -> TreeDraft:
-        """What the nodes of sampled requests (float32 [B], 0: not sampled) are likely to be; not of drawn candidates."""
+        """Lower the reach of sampled requests (`temperatures`: float32 [B], 0: not sampled), but of drawn candidates."""
         if draft.drawn is not None:
             temperatures = np.where(draft.drawn.which, 0.0, temperatures)
         if not (temperatures > 0.0).any():
