@@ -110,12 +110,10 @@ class Serving:
         tokens, keys, node_keys = batch + int(sizes.sum()), int(context.sum()), int((context * sizes).sum())
         seconds = self.true(tokens) + self.by_key * keys + self.by_node_key * node_keys
         seconds *= self.slow(self.rng, tokens) * self.rng.lognormal(0.0, 0.03)
-        self.cost.observe(tokens, seconds, keys, node_keys)
+        self.budget.tries.earn(self.cost.observe(tokens, seconds, keys, node_keys))
         promised = np.where(drafted, reach, 0.0).sum(axis=1)
         self.trusts.learn(names, promised, accepted, self.cost.clock)
-        whole = seconds + asked * self.heads_seconds
-        self.budget.tries.earn(whole)
-        return Step(sizes.tolist(), (1 + accepted).tolist(), whole, asked)
+        return Step(sizes.tolist(), (1 + accepted).tolist(), seconds + asked * self.heads_seconds, asked)
 
     def steps(self, count: int) -> list[Step]:
         """So many steps."""

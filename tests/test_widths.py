@@ -58,7 +58,7 @@ def test_reach_is_what_serving_shows() -> None:
 
 
 def test_long_texts_take_nodes_away() -> None:
-    """Where each node has to read a long text, fewer pay; the keys that roots read make every step longer, so more do."""
+    """Where each node has to read a long text, fewer pay; what roots read makes every step longer, so more do."""
     heads = StepCost.from_points([(1, 0.001), (32, 0.001)])
 
     def widest(keys: float, node_keys: float) -> int:

@@ -40,7 +40,7 @@ class _Cell:
     at: float = 0.0  # when it was seen last
 
     def update(self, seconds: float, share: float, now: float) -> None:
-        """Learn from a step; `share` of what it took is due to its size."""
+        """Learn from a step, of which `share` tells of its size."""
         self.weight = min(self.weight * faded(now - self.at) + 1.0, RECENT)
         self.count += 1
         self.at = now
@@ -68,7 +68,7 @@ class StepCost:
     0.028
 
     Attributes:
-        clock: seconds of all steps observed; time, as far as forgetting goes. The same on all ranks.
+        clock: seconds of all steps observed, without stalls; time, as far as forgetting goes. The same on all ranks.
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
@@ -94,8 +94,8 @@ class StepCost:
         """Take a time for what it is: measured with care, before serving, at the same pace as others, without keys."""
         self._learn(tokens, seconds, 1.0)
 
-    def observe(self, tokens: int, seconds: float, keys: float = 0.0, node_keys: float = 0.0) -> None:
-        """Learn from one decode step (prefill steps are not for this).
+    def observe(self, tokens: int, seconds: float, keys: float = 0.0, node_keys: float = 0.0) -> float:
+        """Learn from one decode step (prefill steps are not for this); returns its seconds, without a stall.
 
         Args:
             tokens: in the step, T.
@@ -103,16 +103,17 @@ class StepCost:
             keys: in the cache before its requests' roots, summed over requests.
             node_keys: the same, summed over nodes.
         """
-        self.clock += seconds
-        share = 1.0
+        share, bounded = 1.0, seconds
         if self.known:
             # The first step of a size also builds what the host keeps for it: bounded as any stall is.
             own = self._own(tokens)
-            seconds = self._pace.learn(seconds, own, keys, node_keys) / self.pace
+            bounded = self._pace.learn(seconds, own, keys, node_keys)
             of_keys = self._pace.of_keys(keys, node_keys)
             share = (own / (own + of_keys)) ** 2
-            seconds = max(seconds - of_keys, own / 4.0)
+            seconds = max(bounded / self.pace - of_keys, own / 4.0)
+        self.clock += bounded
         self._learn(tokens, seconds, share)
+        return bounded
 
     def _learn(self, tokens: int, seconds: float, share: float) -> None:
         size = grid_size(tokens)

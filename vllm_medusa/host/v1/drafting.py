@@ -133,8 +133,8 @@ class Drafting:
         if self.settings.adaptive:
             seconds = agreed_seconds(seconds)
         keys, node_keys = trees.context.sum(), (trees.context * trees.sizes).sum()
-        self.cost.observe(trees.num_tokens, seconds - self.heads_seconds, float(keys), float(node_keys))
-        self.budget.tries.earn(seconds)
+        seconds -= self.heads_seconds
+        self.budget.tries.earn(self.cost.observe(trees.num_tokens, seconds, float(keys), float(node_keys)))
         promised = trees.reach.sum(axis=1)
         ours = np.flatnonzero(promised)
         if len(ours):
@@ -189,7 +189,7 @@ class Drafting:
         return self.lookups.follow(texts, min(DEEPEST_LOOKUP, self.settings.num_speculative_tokens))
 
     def _at_temperatures(self, draft: TreeDraft, temperatures: npt.NDArray[np.float32]) -> TreeDraft:
-        """Lower the reach of sampled requests (`temperatures`: float32 [B], 0: not sampled), but of drawn candidates."""
+        """Lower the reach of sampled requests (float32 [B], 0: not sampled), except of drawn candidates."""
         if draft.drawn is not None:
             temperatures = np.where(draft.drawn.which, 0.0, temperatures)
         if not (temperatures > 0.0).any():

@@ -93,8 +93,7 @@ class Learning:
         """Seconds by stage of a step that only decodes (see `StageClock.finished`)."""
         heads = seconds.get("propose", 0.0)
         self._last, self._trying = size, self._trying - 1
-        self.cost.observe(size.tokens, seconds["step"] - heads, size.keys, size.node_keys)
-        self.tries.earn(seconds["step"])
+        self.tries.earn(self.cost.observe(size.tokens, seconds["step"] - heads, size.keys, size.node_keys))
         if heads:
             self.heads_cost.observe(size.requests, heads)
 
