@@ -133,14 +133,12 @@ class NodeBudget:
             return np.zeros_like(sizes)
         worth[~offered] = -np.inf
         cutoff = ordered[nodes - 1]
-        taken = (worth > cutoff).sum(axis=1)
-        spare = nodes - int(taken.sum())
-        for request in np.flatnonzero((worth == cutoff).any(axis=1)):  # ties at the edge, first come first served
-            more = min(spare, int((worth[request] == cutoff).sum()))
-            taken[request] += more
-            spare -= more
-            if spare == 0:
-                break
+        taken = (worth >= cutoff).sum(axis=1)
+        more = int(taken.sum()) - nodes
+        for request in np.flatnonzero(taken)[::-1] if more else ():  # ties at the edge, first come first served
+            spare = min(more, int((worth[request] == cutoff).sum()))
+            taken[request] -= spare
+            more -= spare
         return np.asarray(taken, dtype=np.int64)
 
     def _dues(self, habit: _Habit, batch: int, tokens: int, keys: float, context: Ints) -> Floats | None:

@@ -72,6 +72,7 @@ class Trusts:
         """Nothing has been promised."""
         self.every = Trust()
         self._kinds = [Trust() for _ in range(KINDS)]
+        self._shares = np.ones(KINDS)  # of each kind
         self._places: dict[str, int] = {}  # of each request, in the array
         self._own = np.zeros((16, 4))  # promised, accepted, when that was, kind
         self._free = list(range(16))
@@ -102,6 +103,7 @@ class Trusts:
         for kind, (promise, kept) in sums.items():
             if promise > 0.0:
                 self._kinds[int(kind)].learn(promise, kept, now)
+                self._shares[int(kind)] = self._kinds[int(kind)].share
                 self.every.learn(promise, kept, now)
         own = self._own[places, :2] * self._left(places, now) + new
         self._own[places, :2] = own * (OWN_MEMORY / np.maximum(own[:, :1], OWN_MEMORY))
@@ -110,7 +112,7 @@ class Trusts:
     def shares(self, requests: Sequence[str], now: float) -> Floats:
         """float32 [B], what a promised token of each request is worth."""
         places = [self._places[request] for request in requests]
-        of_kind = np.array([kind.share for kind in self._kinds])[self._own[places, 3].astype(np.int64)]
+        of_kind = self._shares[self._own[places, 3].astype(np.int64)]
         promised, accepted = (self._own[places, :2] * self._left(places, now)).T
         shares = (accepted + KIND * of_kind) / (promised + KIND)
         return np.asarray(shares.clip(LEAST_TRUST, MOST_TRUST), dtype=np.float32)
