@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 STALL = 1.25  # a step that took longer than this times the expected says nothing about the work
+LEAP = 8.0  # nor does the pace change by more at once
 NOISE = 0.1**2  # variance of a step's seconds over the expected
 WANDER = 0.036**2  # by how much the variance of the pace grows from step to step; 0.3 of a surprise is laid to it
 FIRST_DOUBT = 0.3 * NOISE  # variance of the pace before anything was served
@@ -53,7 +54,7 @@ class Pace:
             guess = (own / KEYS_OF_A_STEP) ** 2
             a, b = (a + DRIFT**2 * guess, b + DRIFT**2 * guess / 4.0) if a else (guess, guess / 4.0)
         unknown = math.sqrt(max(by * by * a + 2.0 * by * by_node * ab + by_node * by_node * b, 0.0))
-        surprise = min(seconds / (self.value * usual), STALL + 3.0 * unknown) - 1.0
+        surprise = max(min(seconds / (self.value * usual), STALL + 3.0 * unknown), 1.0 / LEAP) - 1.0
         # What each of the three has to do with the step's seconds, then how much of the surprise is laid to it.
         of_p, of_a, of_b = p + pa * by + pb * by_node, pa + a * by + ab * by_node, pb + ab * by + b * by_node
         total = of_p + of_a * by + of_b * by_node + NOISE
