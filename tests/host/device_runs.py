@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,7 +110,8 @@ def compare(
         if shape is not None:
             stack.enter_context(drafting(oracle))
         trees.runner.medusa_report(reset=True)
-        trees.runner.learning.trust = Trust()
+        trees.runner.learning.trust = trust = Trust()
+        trust._at = math.inf  # nothing fades, so that all of it adds up
         said = answers(trees, prompts, sampling(params))
     assert trees.free_blocks == free, "blocks are not given back"
     return {
