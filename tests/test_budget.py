@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.budget import LEAST_TRUST, NodeBudget, Trust
+from vllm_medusa.budget import NodeBudget
 from vllm_medusa.cost import GRID, StepCost
+from vllm_medusa.trust import LEAST_TRUST, Trust, Trusts
 
 
 def steps(times: dict[int, float]) -> StepCost:
@@ -117,8 +118,12 @@ def test_slow_minutes_do_not_make_the_sizes_served_in_them_look_dear(batch):
 def test_other_sizes_are_tried_now_and_then():
     budget = NodeBudget(steps({1: 1.0, 9: 1.01, 17: 1.02, 33: 9.0}), explore_every=8)
     reach = np.linspace(0.9, 0.3, 30, dtype=np.float32)[None]
-    seen = {int(budget.share(reach, np.array([30]))[0]) for _ in range(40)}
-    assert len(seen) >= 2
+
+    def drafted():
+        budget.tries.earn(1.0)
+        return int(budget.share(reach, np.array([30]))[0])
+
+    assert len({drafted() for _ in range(200)}) >= 2
     assert sorted(GRID) == list(GRID)
 
 
@@ -129,12 +134,13 @@ def test_heads_that_cost_more_than_they_bring_are_asked_only_now_and_then():
     nothing = np.zeros((32, 0), np.float32)
     asked = 0
     for _ in range(200):
+        budget.tries.earn(1000.0)
         if budget.asks_heads(32):
             asked += 1
             budget.share(reach, sizes, without_heads=nothing)
         else:
             budget.share(np.zeros((32, 0), np.float32), np.zeros(32, np.int64))
-    assert 8 <= asked <= 8 + 200 // 20 + 1
+    assert 9 <= asked <= 8 + 200 // 20 + 1
     assert budget.asks_heads(1)  # another load: nothing is known, so they are
 
 
@@ -144,6 +150,7 @@ def test_heads_that_pay_again_are_asked_again():
     nothing, sizes = np.zeros((2, 0), np.float32), np.full(2, 4)
     for reach, wanted in ((0.01, False), (0.9, True), (0.01, False)):
         for _ in range(200):
+            budget.tries.earn(10.0)
             if budget.asks_heads(2):
                 budget.share(np.full((2, 4), reach, np.float32), sizes, without_heads=nothing)
         assert budget._habits[2].asks is wanted
@@ -160,16 +167,18 @@ def test_what_a_lookup_promises_is_not_the_heads_merit():
 
 def test_broken_promises_shrink_trees_to_nothing_and_kept_ones_bring_them_back():
     budget = NodeBudget(steps({1: 1.0, 9: 1.3}))
-    reach, sizes = np.full((1, 8), 0.5, np.float32), np.array([8])
-    assert int(budget.share(reach, sizes)[0]) == 8
-    for _ in range(400):
-        budget.trust.learn(4.0, 0.0)
-    assert budget.trust.share == LEAST_TRUST
-    assert int(budget.share(reach, sizes)[0]) == 0
-    for _ in range(400):
-        budget.trust.learn(4.0, 4.0)
-    assert budget.trust.share == pytest.approx(1.0, abs=0.06)
-    assert int(budget.share(reach, sizes)[0]) == 8
+    trusts, reach, sizes = Trusts(), np.full((1, 8), 0.5, np.float32), np.array([8])
+    trusts.add("a", 0.0)
+
+    def drafted():
+        return int(budget.share(reach, sizes, trust=trusts.shares(["a"], 0.0))[0])
+
+    assert drafted() == 8
+    for accepted, share, nodes in ((0.0, LEAST_TRUST, 0), (4.0, 1.0, 8)):
+        for _ in range(400):
+            trusts.learn(["a"], np.array([4.0]), np.array([accepted]), 0.0)
+        assert trusts.shares(["a"], 0.0)[0] == pytest.approx(share, abs=0.06)
+        assert drafted() == nodes
 
 
 def test_trust_is_a_share_of_what_was_promised():

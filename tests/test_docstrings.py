@@ -24,7 +24,9 @@ PUBLIC = {
     "vllm_medusa.tree.rejection": ["draw_children", "recursive_rejection"],
     "vllm_medusa.tree.drawing": ["draw"],
     "vllm_medusa.cost": ["StepCost", "grid_size"],
-    "vllm_medusa.budget": ["Trust", "NodeBudget.share"],
+    "vllm_medusa.budget": ["NodeBudget.share"],
+    "vllm_medusa.trust": ["Trust", "at_temperature"],
+    "vllm_medusa.tries": ["Tries"],
 }
 
 

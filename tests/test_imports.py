@@ -10,8 +10,9 @@ import pytest
 import vllm_medusa
 
 PACKAGE = Path(vllm_medusa.__file__).parent
+POLICY = ("pace.py", "cost.py", "trust.py", "tries.py", "budget.py", "widths.py")
 CORE = (
-    *("tree", "heads", "attention", "linear", "cost.py", "widths.py", "config.py", "proposer.py", "errors.py"),
+    *("tree", "heads", "attention", "linear", *POLICY, "config.py", "proposer.py", "errors.py"),
     *("json_file.py", "kept.py", "compiled.py"),
 )
 HEAVY = ("torch", "vllm", "transformers", "numpy", "matplotlib")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.cost import StepCost
-from vllm_medusa.widths import DOUBT, MEMORY, MeasuredReach, best_widths, first_ranges, width_grid
+from vllm_medusa.widths import DOUBT, LEFT, MEMORY, MeasuredReach, best_widths, first_ranges, width_grid, width_rates
 
 
 @given(st.integers(1, 128), st.integers(1, 300), st.integers(0, 2**32 - 1))
@@ -20,7 +20,7 @@ def test_no_other_width_is_better(nodes: int, most: int, seed: int) -> None:
     heads = StepCost.from_points([(1, 0.01), (32, 0.05)])
     reach = (-np.sort(-rng.random(nodes))).tolist()
     grid = width_grid(nodes)
-    widths = best_widths(cost, heads, reach, grid, most)
+    widths = best_widths(width_rates(cost, heads, reach, grid, most), grid)
     assert len(widths) == most + 1
     for requests in (1, (most + 1) // 2, most):
         rates = {
@@ -35,7 +35,9 @@ def test_load_takes_nodes_away() -> None:
     """A machine that is free up to 64 tokens a step and then slows down in proportion."""
     cost = StepCost.from_points([(1, 1.0), (64, 1.0), (128, 2.0), (256, 4.0)])
     heads = StepCost.from_points([(1, 0.05), (32, 0.05)])
-    widths = best_widths(cost, heads, [0.5**depth for depth in range(1, 9)], width_grid(8), 64)
+    widths = best_widths(
+        width_rates(cost, heads, [0.5**depth for depth in range(1, 9)], width_grid(8), 64), width_grid(8)
+    )
     assert widths[1] == 8 and widths[64] == 0
     assert widths == sorted(widths, reverse=True)
 
@@ -53,6 +55,31 @@ def test_reach_is_what_serving_shows() -> None:
     doubted = MeasuredReach([1.0])
     doubted.learn([0], [int(DOUBT)])
     assert doubted.values().tolist() == [0.5]
+
+
+def test_long_texts_take_nodes_away() -> None:
+    """Where each node has to read a long text, fewer pay; what roots read makes every step longer, so more do."""
+    heads = StepCost.from_points([(1, 0.001), (32, 0.001)])
+
+    def widest(keys: float, node_keys: float) -> int:
+        cost = StepCost.from_points([(1, 0.020), (8, 0.022), (64, 0.030)])
+        for _ in range(400):
+            for nodes in (0, 4):
+                seconds = float(np.interp(1 + nodes, (1, 8), (0.020, 0.022))) + 1e-6 * (keys + node_keys * nodes)
+                cost.observe(1 + nodes, seconds, keys, keys * nodes)
+        rates = width_rates(cost, heads, [0.8**depth for depth in range(1, 17)], width_grid(16), 1, keys)
+        return best_widths(rates, width_grid(16))[1]
+
+    assert widest(7000.0, 7000.0) < widest(7000.0, 0.0) == 16
+
+
+def test_reach_fades_in_its_weight_not_in_its_value() -> None:
+    reach = MeasuredReach([0.5, 0.25])
+    reach.learn([0, 0], [4000, 4000], now=1.0)
+    reach.learn([0, 0], [0, 0], now=100.0)
+    assert reach.values().tolist() == pytest.approx([0.0, 0.0], abs=0.01)
+    reach.learn([int(LEFT)] * 2, [int(LEFT)] * 2, now=100.1)
+    assert reach.values().tolist() == pytest.approx([0.5, 0.5], abs=0.01)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 32, 63, 128])

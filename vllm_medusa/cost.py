@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_medusa.pace import STALL, Pace
+
 # Step sizes, in tokens, at which times are kept; times between them are interpolated.
 GRID: tuple[int, ...] = (
     *range(1, 10),
@@ -17,39 +19,61 @@ GRID: tuple[int, ...] = (
 )
 LARGEST = GRID[-1]
 REFRESH = 8  # observations after which a curve is drawn anew
-STALL = 1.25  # a step that took longer than this times the expected says nothing about the work
-PACE_RATE = 0.3  # how much of a surprise is laid to the machine's pace rather than to the size of the step
+RECENT = 20.0  # steps over which a size's time of late is a mean
+LASTING = 256.0  # steps over which its lasting time is one
+LASTS = 4.0  # recent steps that count as much as it does
+FADING = 2.0  # seconds of serving after which what was seen of late counts half
 
 
 @dataclass
 class _Cell:
-    """Times seen at one step size: a running estimate that one slow step cannot move far."""
+    """Times seen at one step size: of late, and all in all.
+
+    The time of late is what counts, but it fades: a size that looked dear in a bad minute, and was therefore not served
+    any more, is thought to be what it has always been a few seconds later.
+    """
 
     seconds: float
+    lasting: float
+    weight: float = 1.0  # steps that `seconds` stands for
     count: int = 1
+    at: float = 0.0  # when it was seen last
 
-    def update(self, seconds: float) -> None:
-        rate = max(0.05, 1.0 / (self.count + 1))
-        # A stall (another process, a page fault) counts as a quarter more at most.
-        self.seconds += rate * (min(seconds, STALL * self.seconds) - self.seconds)
+    def update(self, seconds: float, share: float, now: float) -> None:
+        """Learn from a step, of which `share` tells of its size."""
+        self.weight = min(self.weight * faded(now - self.at) + 1.0, RECENT)
         self.count += 1
+        self.at = now
+        # A stall (another process, a page fault) counts as a quarter more at most.
+        self.seconds += share * (min(seconds, STALL * self.seconds) - self.seconds) / self.weight
+        self.lasting += share * (min(seconds, STALL * self.lasting) - self.lasting) / min(self.count, LASTING)
+
+    def believed(self, now: float) -> tuple[float, float]:
+        """Seconds, and how many steps they stand for."""
+        weight = self.weight * faded(now - self.at)
+        return (weight * self.seconds + LASTS * self.lasting) / (weight + LASTS), weight + LASTS
 
 
 @dataclass
 class StepCost:
-    """Seconds of a step against its tokens: never falling, interpolated between the sizes seen.
+    """Seconds of a step against its tokens, never falling, interpolated between the sizes seen, and the keys it reads.
 
     Machines have slow minutes. Were each size's time kept as it was seen, those that happened to be served in a slow
     minute would look dear. So a pace is kept beside the curve: what all sizes lately took, over what they were expected
-    to; sizes are compared at the same pace.
+    to; sizes are compared at the same pace. And were the time that long texts take not kept apart, those sizes would
+    look dear that happened to be served with them (see `Pace`).
 
     >>> cost = StepCost.from_points([(1, 0.024), (9, 0.032)])
     >>> round(float(cost.seconds(5)), 3)
     0.028
+
+    Attributes:
+        clock: seconds of all steps observed, without stalls; time, as far as forgetting goes. The same on all ranks.
     """
 
     cells: dict[int, _Cell] = field(default_factory=dict)
-    pace: float = 1.0
+    clock: float = 0.0
+    _pace: Pace = field(default_factory=Pace)
     _curve: tuple[npt.NDArray[np.float64], float] | None = None
     _since: int = 0  # observations that the curve does not hold yet
 
@@ -61,28 +85,46 @@ class StepCost:
             cost.seed(tokens, seconds)
         return cost
 
-    def seed(self, tokens: int, seconds: float) -> None:
-        """Take a time for what it is: measured with care, before serving, at the same pace as others."""
-        self._learn(tokens, seconds)
+    @property
+    def pace(self) -> float:
+        """What steps lately took, over what they were expected to take."""
+        return self._pace.value
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one decode step of `tokens` tokens (prefill steps are not for this)."""
+    def seed(self, tokens: int, seconds: float) -> None:
+        """Take a time for what it is: measured with care, before serving, at the same pace as others, without keys."""
+        self._learn(tokens, seconds, 1.0)
+
+    def observe(self, tokens: int, seconds: float, keys: float = 0.0, node_keys: float = 0.0) -> float:
+        """Learn from one decode step (prefill steps are not for this); returns its seconds, without a stall.
+
+        Args:
+            tokens: in the step, T.
+            seconds: that it took.
+            keys: in the cache before its requests' roots, summed over requests.
+            node_keys: the same, summed over nodes.
+        """
+        share, bounded = 1.0, seconds
         if self.known:
             # The first step of a size also builds what the host keeps for it: bounded as any stall is.
-            expected = float(self.seconds(tokens))
-            seconds = min(seconds, STALL * expected)
-            self.pace *= (seconds / expected) ** PACE_RATE
-        self._learn(tokens, seconds / self.pace)
+            own = self._own(tokens)
+            bounded = self._pace.learn(seconds, own, keys, node_keys)
+            of_keys = self._pace.of_keys(keys, node_keys)
+            share = (own / (own + of_keys)) ** 2
+            seconds = max(bounded / self.pace - of_keys, own / 4.0)
+        self.clock += bounded
+        self._learn(tokens, seconds, share)
+        return bounded
 
-    def _learn(self, tokens: int, seconds: float) -> None:
+    def _learn(self, tokens: int, seconds: float, share: float) -> None:
         size = grid_size(tokens)
         cell = self.cells.get(size)
         if cell is None:
-            self.cells[size] = _Cell(seconds)
+            self.cells[size] = _Cell(seconds, seconds, at=self.clock)
         else:
-            cell.update(seconds)
+            fresh = self.clock - cell.at < FADING
+            cell.update(seconds, share, self.clock)
         self._since += 1
-        if cell is None or self._since >= REFRESH:
+        if cell is None or not fresh or self._since >= REFRESH:
             self._curve, self._since = None, 0
 
     @property
@@ -95,20 +137,43 @@ class StepCost:
         cell = self.cells.get(grid_size(tokens))
         return cell.count if cell is not None else 0
 
-    def seconds(self, tokens: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Expected seconds of a step of `tokens` tokens; beyond the largest size seen the mean slope goes on."""
-        if self._curve is None:
-            self._curve = self._draw()
-        curve, slope = self._curve
+    def last_seen(self, tokens: int) -> float:
+        """When a step of the size that stands for `tokens` was seen last, on `clock`; -1: never."""
+        cell = self.cells.get(grid_size(tokens))
+        return cell.at if cell is not None else -1.0
+
+    def seconds(
+        self, tokens: int | npt.NDArray[np.int64], keys: npt.ArrayLike = 0.0, node_keys: npt.ArrayLike = 0.0
+    ) -> npt.NDArray[np.float64]:
+        """Expected seconds of a step, arguments as of `observe`; beyond the largest size the mean slope goes on."""
+        curve, slope = self._drawn()
         tokens = np.asarray(tokens)
         found = curve[np.minimum(tokens, LARGEST)]
         if tokens.max() > LARGEST:
             found = found + slope * np.maximum(tokens - LARGEST, 0)
-        return np.asarray(self.pace * found)
+        pace = self._pace
+        if pace.by_key or pace.by_node_key:
+            found = found + (pace.by_key * np.asarray(keys) + pace.by_node_key * np.asarray(node_keys))
+        return np.asarray(pace.value * found)
+
+    @property
+    def node_key_seconds(self) -> float:
+        """What a node takes for each key it reads, at the present pace."""
+        return self._pace.by_node_key * self._pace.value
+
+    def _drawn(self) -> tuple[npt.NDArray[np.float64], float]:
+        if self._curve is None:
+            self._curve = self._draw()
+        return self._curve
+
+    def _own(self, tokens: int) -> float:
+        """Seconds of a step of `tokens` tokens that read no key, at the usual pace."""
+        curve, slope = self._drawn()
+        return float(curve[min(tokens, LARGEST)]) + slope * max(tokens - LARGEST, 0)
 
     def by_size(self) -> dict[int, float]:
         """Seconds at the present pace, to the microsecond, of each step size seen."""
-        return {size: round(cell.seconds * self.pace, 6) for size, cell in sorted(self.cells.items())}
+        return {size: round(cell.believed(self.clock)[0] * self.pace, 6) for size, cell in sorted(self.cells.items())}
 
     def table(self) -> list[dict[str, float]]:
         """One row per step size seen: tokens, milliseconds at the present pace, steps."""
@@ -122,7 +187,7 @@ class StepCost:
         other share their weighted mean."""
         blocks: list[tuple[float, float, list[int]]] = []  # (seconds, weight, sizes)
         for size, cell in sorted(self.cells.items()):
-            block = (cell.seconds, float(min(cell.count, 20)), [size])
+            block = (*cell.believed(self.clock), [size])
             while blocks and blocks[-1][0] > block[0]:
                 seconds, weight, members = blocks.pop()
                 total = weight + block[1]
@@ -133,6 +198,15 @@ class StepCost:
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) >= 2 else 0.0
         tokens = np.arange(LARGEST + 1)
         return np.interp(tokens, sizes, times) + np.maximum(tokens - sizes[-1], 0) * slope, slope
+
+
+def faded(seconds: float) -> float:
+    """What is left of a weight after so many seconds of serving.
+
+    >>> faded(0.0), faded(FADING)
+    (1.0, 0.5)
+    """
+    return float(0.5 ** (seconds / FADING))
 
 
 def grid_size(tokens: int) -> int:

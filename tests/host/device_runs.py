@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +16,8 @@ from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engin
 from engines import VOCAB, Engine, random_prompts
 from waiting import NoWaiting
 
-from vllm_medusa.budget import Trust
 from vllm_medusa.tree.topology import Tree
+from vllm_medusa.trust import Trust
 
 STATIC = Tree((0, 0, 1, 1, 2, 3, 3, 7))
 Params = list[dict[str, Any]]
@@ -109,7 +110,8 @@ def compare(
         if shape is not None:
             stack.enter_context(drafting(oracle))
         trees.runner.medusa_report(reset=True)
-        trees.runner.learning.trust = Trust()
+        trees.runner.learning.trust = trust = Trust()
+        trust._at = math.inf  # nothing fades, so that all of it adds up
         said = answers(trees, prompts, sampling(params))
     assert trees.free_blocks == free, "blocks are not given back"
     return {

@@ -16,9 +16,9 @@ import pytest
 from device_engines import NODES, PROMISE, any_tree
 from device_runs import greedy, seeded, static
 
-from vllm_medusa.budget import DOUBT
 from vllm_medusa.config import typical_rank_accuracy
 from vllm_medusa.tree.lookup import FIRST_ODDS
+from vllm_medusa.trust import DOUBT
 
 pytestmark = pytest.mark.slow  # engines start
 Ask = Callable[..., Any]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_medusa.host.v2.clock import StageClock
-from vllm_medusa.host.v2.learning import TRY_EVERY, Learning, StepSize
+from vllm_medusa.host.v2.learning import TRY_STEPS, Learning, StepSize
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def learning(nodes: int = 8, most: int = 16) -> Learning:
         found.cost.seed(tokens, seconds)
     for requests in (1, 16):
         found.heads_cost.seed(requests, 0.0005)
-    found.choose_from([0.5, 0.25, 0.125], nodes, most, now=100.0)
+    found.choose_from([0.5, 0.25, 0.125], nodes, most)
     return found
 
 
@@ -36,8 +36,8 @@ def test_steps_that_got_cheaper_bring_nodes() -> None:
     for _ in range(400):
         for tokens in (1, 4, 8, 16, 32):
             found.learn_step(StepSize(tokens, 4), {"step": 0.011, "propose": 0.001})
-    found.choose(now=101.0)
-    assert found.widths is not None and found.widths[4] == 4, "as many nodes as were ever right"
+    found.choose()
+    assert found._best is not None and found._best[4] == 4, "as many nodes as were ever right"
     assert found.learnt().step_seconds[8] == pytest.approx(0.010, rel=0.05)
     assert found.learnt().heads_seconds[4] == pytest.approx(0.001, rel=0.2)
 
@@ -49,24 +49,67 @@ def test_a_step_that_drafted_nothing_says_nothing_of_the_heads() -> None:
     assert found.heads_cost.table() == before
 
 
-def test_nodes_that_are_never_reached_are_not_drafted_but_tried_again() -> None:
+def serve(found: Learning, steps: int, requests: int, accepts: bool) -> tuple[list[int], float, float]:
+    """Serve as `MedusaModelRunnerV2` does: nodes of each step, seconds of all, and what of them plain steps save."""
+    nodes, seconds, extra, due = [], 0.0, 0.0, 0.0
+    walks = [0.0, [0] * 8, [0] * 8]
+    for _ in range(steps):
+        assert found.widths is not None
+        width = found.widths[requests]
+        tokens = requests * (1 + width)
+        own = max(0.010, 0.0025 * tokens)
+        found.learn_step(
+            StepSize(tokens, requests), {"step": own + 0.0005 * (width > 0), "propose": 0.0005 * (width > 0)}
+        )
+        nodes.append(width)
+        seconds += own + 0.0005 * (width > 0)
+        extra += (own + 0.0005 - max(0.010, 0.0025 * requests)) * (width > 0)
+        for node in range(width):
+            walks[1][node] += requests * accepts * (node < 2)
+            walks[2][node] += requests
+        walks[0] += 0.875 * requests * (width > 0)
+        if seconds >= due:
+            due = seconds + 0.25
+            found.learn_walks(*walks)
+            walks = [0.0, [0] * 8, [0] * 8]
+            found.choose()
+        else:
+            found.ends_try()
+    return nodes, seconds, extra
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_nodes_that_are_never_reached_are_tried_within_a_hundredth_and_come_back(requests: int) -> None:
+    """After two thousand steps of useless heads, within 200 steps or five seconds."""
+    found = learning()
+    good, _, _ = serve(found, 500, requests, accepts=True)
+    assert good[-1] >= 2
+    serve(found, 1500, requests, accepts=False)
+    bad, seconds, extra = serve(found, 6000, requests, accepts=False)
+    assert any(bad) and found.trust.share < 0.3
+    assert extra < 0.01 * seconds
+    again, _, _ = serve(found, max(200, int(5.0 / 0.012)), requests, accepts=True)
+    assert sum(again[-50:]) >= 0.9 * sum(good[-50:])
+
+
+def test_a_try_lasts_a_few_steps() -> None:
     found = learning()
     found.learn_walks(100.0, [0] * 8, [1000] * 8)
-    found.choose(now=101.0)
-    assert found.widths == [0] * 17 and found.trust.share < 0.3
-    found.choose(now=100.0 + TRY_EVERY)
-    assert found.widths == [2] * 17, "the smallest number of nodes"
-    found.choose(now=100.25 + TRY_EVERY)
-    assert found.widths == [0] * 17
-    found.learn_walks(1000.0, [4000, 3000, 0, 0, 0, 0, 0, 0], [4000, 4000, 0, 0, 0, 0, 0, 0])
-    found.choose(now=100.5 + TRY_EVERY)
-    assert found.widths is not None and found.widths[1] == 2
+    for _ in range(2000):
+        found.learn_step(StepSize(4, 4), {"step": 0.010})
+    found.choose()
+    assert found.widths == [2] * 5 + [0] * 12, "the smallest number of nodes, for as many requests as there are"
+    for _ in range(TRY_STEPS):
+        assert not found.ends_try()
+        found.learn_step(StepSize(12, 4), {"step": 0.030, "propose": 0.0005})
+    assert found.ends_try() and found.widths == [0] * 17
+    assert not found.ends_try()
 
 
 def test_a_user_s_own_numbers_stay() -> None:
     found = Learning()
     found.learn_walks(10.0, [5, 0], [10, 10])
-    found.choose(now=1.0)
+    found.choose()
     assert found.widths is None and found.trust.share == pytest.approx(37 / 42)
 
 

@@ -96,7 +96,7 @@ def test_useless_heads_are_hardly_asked(tiny, tiny_medusa, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, logit_bias={VOCAB - 1: -99})
     truth = tiny.tokens(prompts, params)
     assert tiny_medusa.tokens(prompts, params) == truth
-    assert drafting.budget.trust.share < 0.8
+    assert drafting.trusts.every.share < 0.8
     asked.clear()
     assert tiny_medusa.tokens(prompts, params) == truth
     assert 5 <= len(asked) < 40

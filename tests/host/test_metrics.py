@@ -120,7 +120,7 @@ def test_counted_by_hand(figures: Engine, tiny: Engine) -> None:
     assert set(seconds) == {"forward", "walk", "commit", "propose", "host"}
     overhead = sum(seconds[stage] for stage in ("walk", "commit", "propose")) / sum(seconds.values())
     assert ours("overhead_ratio")[""] == pytest.approx(overhead)
-    trust = figures.runner.drafting.budget.trust.share
+    trust = figures.runner.drafting.trusts.every.share
     assert ours("trust_ratio")[""] > 0 and 0 < trust < 1.25
     assert ours("step_cost_seconds").keys() <= {str(size) for size in figures.runner.drafting.cost.cells}
 

@@ -31,7 +31,7 @@ GAUGES = {
     "mean_accepted_length": ("Tokens per request and step, over about ten seconds of decoding.", None),
     "overhead_ratio": ("Share of propose, walk and commit in the steps' time, over the same.", None),
     "trust_ratio": ("Accepted nodes over what drafts promised, as learnt.", None),
-    "step_cost_seconds": ("A step by its tokens, without the heads, as learnt.", "tokens"),
+    "step_cost_seconds": ("A step by its tokens, without the heads and without reading texts, as learnt.", "tokens"),
     "heads_cost_seconds": ("Asking the heads, by requests, as learnt.", "requests"),
 }
 _registered: list[Any] = []

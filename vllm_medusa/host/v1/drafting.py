@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_medusa.host.startup import time_heads
 from vllm_medusa.host.trees import DraftBook, StepTrees
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.lookup import Expected, Lookups
+from vllm_medusa.trust import Trusts, at_temperature
 
 if TYPE_CHECKING:
     from vllm_medusa.host.v1.runner import MedusaModelRunnerV1
@@ -34,6 +36,7 @@ class Drafting:
         book: drafts by request, until they are scheduled.
         cost: seconds of a step by its tokens, without the heads.
         budget: shares nodes among requests.
+        trusts: how much of what each request's drafts promise comes true.
         lookups: what requests' own texts expect next.
         heads_seconds: spent on asking the heads in this step.
     """
@@ -46,6 +49,7 @@ class Drafting:
         self.book = DraftBook()
         self.cost = StepCost()
         self.budget = NodeBudget(self.cost)
+        self.trusts = Trusts()
         self.lookups = Lookups()
         self.heads_seconds = 0.0
         self._asked = True
@@ -55,6 +59,7 @@ class Drafting:
         for requests in (finished, preempted):
             self.book.forget(requests)
             self.lookups.forget(requests)
+        self.trusts.forget(finished)
         self.heads_seconds = 0.0
 
     def next_drafts(
@@ -79,10 +84,24 @@ class Drafting:
         device = hidden_rows.device
         hidden = hidden_rows[torch.from_numpy(last_logit[asking]).to(device)] if self._asked else hidden_rows[:0]
         draft = self._runner._draft(asking, hidden, torch.tensor([emitted[row][-1] for row in asking], device=device))
+        batch = self._runner.input_batch
+        ids = batch.req_ids
+        draft = self._at_temperatures(draft, batch.temperature_cpu[asking])
+        for row in asking:
+            self.trusts.add(ids[row], float(batch.temperature_cpu[row]))
         sizes = draft.sizes
         if self.settings.adaptive:
-            sizes = self.budget.share(draft.reach, draft.sizes, others, without_heads=draft.lookup_reach)
-        ids = self._runner.input_batch.req_ids
+            lengths = batch.num_tokens_no_spec[: len(emitted)]
+            context = lengths[asking].astype(np.int64)
+            sizes = self.budget.share(
+                draft.reach,
+                draft.sizes,
+                others,
+                without_heads=draft.lookup_reach,
+                trust=self.trusts.shares([ids[row] for row in asking], self.cost.clock),
+                context=context,
+                other_keys=float(lengths.sum() - context.sum()),
+            )
         for position, row in enumerate(asking):
             if sizes[position] > 0:
                 drafts[row] = self.book.put(ids[row], draft, position, int(sizes[position])).tokens
@@ -113,11 +132,14 @@ class Drafting:
         """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
         if self.settings.adaptive:
             seconds = agreed_seconds(seconds)
-        self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
-        ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
-        promised = float(trees.reach.sum())
-        if promised > 0.0:
-            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0]].sum()))
+        keys, node_keys = trees.context.sum(), (trees.context * trees.sizes).sum()
+        seconds -= self.heads_seconds
+        self.budget.tries.earn(self.cost.observe(trees.num_tokens, seconds, float(keys), float(node_keys)))
+        promised = trees.reach.sum(axis=1)
+        ours = np.flatnonzero(promised)
+        if len(ours):
+            names = [trees.requests[row] for row in ours]
+            self.trusts.learn(names, promised[ours], (lengths[ours] - 1).astype(np.float32), self.cost.clock)
 
     def measure_heads(self, most: int) -> None:
         """Time the heads for up to `most` requests."""
@@ -137,13 +159,13 @@ class Drafting:
         return {
             "cost": self.cost.table(),
             "heads_cost": self.budget.heads_cost.table(),
-            "trust": round(self.budget.trust.share, 4),
+            "trust": round(self.trusts.every.share, 4),
             "lookup_odds": self.lookups.odds(),
         }
 
     def learnt(self) -> Learnt:
         """The same for the metrics: see `Learnt`."""
-        return Learnt(self.budget.trust.share, self.cost.by_size(), self.budget.heads_cost.by_size())
+        return Learnt(self.trusts.every.share, self.cost.by_size(), self.budget.heads_cost.by_size())
 
     def with_shapes(self, drafts: Any) -> Any:
         """What the scheduler fetches after a step: for requests with a grammar the shape of their trees too."""
@@ -165,6 +187,19 @@ class Drafting:
             for row, length in zip(rows, batch.num_tokens_no_spec[rows], strict=True)
         ]
         return self.lookups.follow(texts, min(DEEPEST_LOOKUP, self.settings.num_speculative_tokens))
+
+    def _at_temperatures(self, draft: TreeDraft, temperatures: npt.NDArray[np.float32]) -> TreeDraft:
+        """Lower the reach of sampled requests (float32 [B], 0: not sampled), except of drawn candidates."""
+        if draft.drawn is not None:
+            temperatures = np.where(draft.drawn.which, 0.0, temperatures)
+        if not (temperatures > 0.0).any():
+            return draft
+        bare = draft.lookup_reach
+        return replace(
+            draft,
+            reach=at_temperature(draft.reach, temperatures),
+            lookup_reach=None if bare is None else at_temperature(bare, temperatures),
+        )
 
     def _drawing_temperatures(self, rows: list[int]) -> Tensor | None:
         """float32 [len(rows)], at which candidates are drawn; 0 where the likeliest are taken.

@@ -115,7 +115,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             self.learning.heads_cost.seed(requests, seconds)
         accuracy = rank_accuracy_of(heads.config)
         reach = (self.drafter.fixed_tree or grow_static(accuracy, nodes)).reach(accuracy)
-        self.learning.choose_from(reach, nodes, self.max_num_reqs, time.monotonic())
+        self.learning.choose_from(reach, nodes, self.max_num_reqs)
 
     def warm_up_trees(self) -> None:
         """Compile kernels of ours before the host captures its graphs and forbids to compile."""
@@ -139,7 +139,7 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
     def _learn(self) -> None:
         """Note the step's end, and learn from the seconds of steps that are through by now."""
         batch = self.model_state.batch
-        self.clock.end(None if batch.has_prefill else StepSize(batch.num_tokens, batch.num_reqs))
+        self.clock.end(None if batch.has_prefill else _size_of(batch))
         for size, seconds in self.clock.finished():
             self.counts.add_seconds(seconds)
             self.learning.learn_step(size, seconds)
@@ -147,15 +147,16 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
     def _tell(self, output: Any) -> None:
         """Now and then an output brings figures of steps before it, and how many nodes pay by them."""
         now = time.monotonic()
-        if now < self._figures_due:
+        if now >= self._figures_due:
+            self._figures_due = now + SEND_SECONDS
+            self.counts.collect()  # copied since the last time: nothing to wait for
+            self.counts.fetch()
+            unsent, self.counts.unsent = self.counts.unsent, Counts()
+            if unsent.steps:
+                setattr(output, FIGURES, Figures(unsent, self.learning.learnt()))
+            self.learning.choose()
+        elif not self.learning.ends_try():
             return
-        self._figures_due = now + SEND_SECONDS
-        self.counts.collect()  # copied since the last time: nothing to wait for
-        self.counts.fetch()
-        unsent, self.counts.unsent = self.counts.unsent, Counts()
-        if unsent.steps:
-            setattr(output, FIGURES, Figures(unsent, self.learning.learnt()))
-        self.learning.choose(now)
         if self.learning.widths != self._widths_sent:
             self._widths_sent = self.learning.widths
             setattr(output, WIDTHS, self._widths_sent)
@@ -179,6 +180,14 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             "widths": self.learning.widths,
             "lookup_odds": self.trees.lookups.odds() if self.trees.lookups is not None else [],
         }
+
+
+def _size_of(batch: Any) -> StepSize:
+    """Of a step that only decodes, by what the host knows without waiting: contexts are upper bounds."""
+    count = batch.num_reqs
+    context = batch.seq_lens_cpu_upper_bound.numpy()[:count] - batch.num_scheduled_tokens[:count]
+    nodes = batch.num_scheduled_tokens[:count] - 1
+    return StepSize(batch.num_tokens, count, float(context.sum()), float((context * nodes).sum()))
 
 
 class MedusaCPUModelRunnerV2(MedusaModelRunnerV2, CPUModelRunner):
