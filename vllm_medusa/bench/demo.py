@@ -87,9 +87,7 @@ def summary(results: Results) -> Text:
     """The last line: median ratio, mean accepted length, share of identical tokens."""
     ratio = statistics.median(ratio.median for ratio in results.ratios())
     runs = results.select("medusa")
-    accepted = sum(run.output_tokens for run in runs) / sum(
-        run.output_tokens / run.mean_accepted_length for run in runs
-    )
+    accepted = sum(run.output_tokens - run.prompts for run in runs) / max(1.0, sum(run.request_steps for run in runs))
     return Text.assemble(
         ("Medusa trees: ", "bold"),
         (f"{ratio:.2f}× plain vLLM's tokens per second", "bold green" if ratio >= 1.0 else "bold red"),

@@ -77,8 +77,9 @@ class Driver:
             for output in engine.step():
                 new = output.outputs[0].token_ids
                 if new:
-                    outputs[int(output.request_id)].extend(new)
-                    request_steps += 1
+                    answer = outputs[int(output.request_id)]
+                    request_steps += bool(answer)  # the first one comes with the prompt
+                    answer.extend(new)
                     progressed = True
                 if output.finished:
                     running -= 1

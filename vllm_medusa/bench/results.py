@@ -14,8 +14,8 @@ from vllm_medusa.bench.peers import BASELINE
 class Run:
     """One method over one data set at one batch size, once.
 
-    `steps` are engine steps that gave tokens; `mean_accepted_length` is tokens per step and request, the bonus token
-    counted (1.0 without speculation); `overhead_share` is the share of step time outside the target's forward, known
+    `steps` are engine steps that gave tokens; `mean_accepted_length` is what docs/metrics.md calls so (1.0 without
+    speculation, 0.0 if no answer has a second token); `overhead_share` is the share of step time outside the target's forward, known
     for Medusa only. `identical_to_none`: the share of prompts whose tokens equal plain vLLM's; `identical_tokens`: the
     share of plain vLLM's tokens that come before the first difference.
 
@@ -46,9 +46,14 @@ class Run:
 
     @property
     def drafted_nodes_per_request(self) -> float:
-        """Nodes drafted per request and step."""
-        request_steps = self.output_tokens / self.mean_accepted_length if self.output_tokens else 0.0
-        return self.drafted_nodes_per_step * self.steps / max(1.0, request_steps)
+        """Nodes drafted per request and decode step."""
+        return self.drafted_nodes_per_step * self.steps / max(1.0, self.request_steps)
+
+    @property
+    def request_steps(self) -> float:
+        """Decode steps, counted once for each request in them."""
+        decoded = self.output_tokens - self.prompts
+        return decoded / self.mean_accepted_length if self.mean_accepted_length else 0.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,8 @@ def measure(
         seconds=measurement["seconds"],
         tokens_per_second=tokens / measurement["seconds"],
         steps=measurement["steps"],
-        mean_accepted_length=tokens / max(1, measurement["request_steps"]),
+        mean_accepted_length=sum(len(output) - 1 for output in outputs if output)
+        / max(1, measurement["request_steps"]),
         drafted_nodes_per_step=measurement["drafted_nodes"] / max(1, measurement["steps"]),
         overhead_share=report["overhead_share"] if report else None,
         identical_to_none=mean(float(a == b) for a, b in zip(outputs, plain_outputs, strict=True)),

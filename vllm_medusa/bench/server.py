@@ -16,9 +16,9 @@ from vllm_medusa.bench.peers import has_report
 from vllm_medusa.bench.process import EngineProcess, Progress, ignore
 
 POLL_SECONDS = 0.5
-# One observation for each engine step that gave tokens; for each request and step (the first one, then the others).
+# One observation for each engine step that gave tokens; for each request and step but its first.
 STEPS = "vllm:iteration_tokens_total_count"
-REQUEST_STEPS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")
+REQUEST_STEPS = "vllm:inter_token_latency_seconds_count"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 
 
@@ -112,7 +112,7 @@ class Server(EngineProcess):
             Measurement(
                 seconds,
                 steps=counted(STEPS),
-                request_steps=sum(map(counted, REQUEST_STEPS)),
+                request_steps=counted(REQUEST_STEPS),
                 outputs=[answer.tokens for answer in answers],
                 drafted_nodes=counted(DRAFTED) if report is None else report["drafted_nodes"],
                 report=report,
