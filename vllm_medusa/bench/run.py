@@ -40,7 +40,7 @@ class Settings:
     adaptive: bool | None = None
     dtype: str = "auto"
     enforce_eager: bool = False
-    max_model_len: int = 2048
+    max_model_len: int = 2048  # or as many as the model has
     server: bool = False
 
     def engine(self, peer: Peer) -> dict[str, Any]:
@@ -81,6 +81,7 @@ def run_bench(
     with ExitStack() as stack:
         engines = _start(stack, peers, settings, progress, verbose)
         results.provenance["engine"] = {name: engine.facts for name, engine in engines.items()}
+        datasets = _that_fit(engines, datasets, settings, results)
         _warm_up(engines, datasets[0], settings)
         rounds = [(d, b, r) for d in datasets for b in settings.batch_sizes for r in range(settings.rounds)]
         progress.expect(sum(len(dataset.prompts) for dataset, _, _ in rounds) * len(peers))
@@ -114,6 +115,20 @@ def _start(
             engines[peer.name] = stack.enter_context(engine)
             engine.wait_until_ready(watch)
     return engines
+
+
+def _that_fit(
+    engines: dict[str, EngineProcess], datasets: Sequence[Dataset], settings: Settings, results: Results
+) -> list[Dataset]:
+    """The data sets without prompts that leave no room for an answer; methods can answer all of the rest."""
+    engine = next(iter(engines.values()))
+    most = engine.facts["max_model_len"] - settings.max_tokens
+    kept = [dataset.fitting(engine.lengths(dataset.prompts), most) for dataset in datasets]
+    for before, after in zip(datasets, kept, strict=True):
+        if len(after.prompts) < len(before.prompts):
+            results.left_out[before.name] = len(before.prompts) - len(after.prompts)
+    results.provenance["longest_prompt"] = most
+    return kept
 
 
 def _kind(settings: Settings) -> type[Engine] | type["Server"]:

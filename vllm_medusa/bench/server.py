@@ -50,7 +50,7 @@ class Server(EngineProcess):
     def wait_until_ready(self, progress: Progress = ignore) -> Self:
         """Wait until the server says that it is well; raises MedusaError with the cause when it ends before."""
         began = time.perf_counter()
-        self._result(progress)
+        length = self._result(progress)
         progress({"text": "starting the server"})
         while not asyncio.run(self._healthy()):
             if self._process.poll() is not None:
@@ -61,6 +61,7 @@ class Server(EngineProcess):
             "start_seconds": time.perf_counter() - began,
             "dtype": dtype.group(1) if dtype else None,  # None where the log goes elsewhere
             "compiled": not self._eager,
+            "max_model_len": length,
         }
         return self
 
@@ -69,6 +70,10 @@ class Server(EngineProcess):
     ) -> dict[str, Any]:
         """Answer the prompts with `batch_size` requests in flight; the fields of `measurement.Measurement`."""
         return self._asked(self._run(prompts, batch_size, sampling, progress))
+
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        """The number of tokens of each prompt, as `run` asks for it."""
+        return list(self._asked(self._lengths(prompts)))
 
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""
@@ -134,6 +139,10 @@ class Server(EngineProcess):
                     raise
                 self._chat = False
         return list((await client.post("/tokenize", {"prompt": prompt}))["tokens"])
+
+    async def _lengths(self, prompts: Sequence[str]) -> list[int]:
+        async with Client(self._url) as client:
+            return [len(await self._encode(client, prompt)) for prompt in prompts]
 
     async def _report(self, client: Client) -> dict[str, Any] | None:
         """Medusa's report since the last one, where the method has one."""

@@ -74,7 +74,7 @@ def bench(
     from vllm_medusa.bench.picture import check_picture, plot
     from vllm_medusa.bench.progress import BenchProgress
     from vllm_medusa.bench.prompts import read_datasets
-    from vllm_medusa.bench.report import latency_table, memory_line, table, write_json
+    from vllm_medusa.bench.report import latency_table, left_out_line, memory_line, table, write_json
     from vllm_medusa.bench.run import Settings, run_bench
     from vllm_medusa.bench.step_cost import cost_table
 
@@ -108,7 +108,7 @@ def bench(
         )
         with BenchProgress(console) as progress:
             results = run_bench(peers, datasets, settings, progress, verbose=verbose)
-        for part in (table(results), latency_table(results), memory_line(results)):
+        for part in (table(results), left_out_line(results), latency_table(results), memory_line(results)):
             if part is not None:
                 console.print(part)
         if show_cost:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import measure, reliability
 from vllm_medusa.training.calibration_report import CalibrationReport
-from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, record_answers
+from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, fit_to_model, record_answers
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.prompts import read_prompts, render_prompts
 from vllm_medusa.training.replay import replay_guesses
@@ -72,6 +72,7 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
     console = console or Console(quiet=True)
     folder, model = locate_heads(options.heads), str(locate_target(options.model))
     heads = _bound(folder, model)
+    options = replace(options, answers=fit_to_model(model, options.answers))
     if not os.access(folder / "config.json", os.W_OK):
         raise MedusaError.of("heads", str(folder), "its config.json cannot be written; copy the folder first")
     prompts = list(dict.fromkeys(read_prompts(options.prompts)))[: options.num_prompts]

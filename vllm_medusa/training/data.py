@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,19 @@ def record_answers(
         done.append(shard)
         on_progress(min((number + 1) * options.shard_size, len(ids) * len(options.temperatures)), total)
     return done
+
+
+def fit_to_model(model: str, options: AnswerOptions) -> AnswerOptions:
+    """The same options, with no longer texts than the model takes, of which an answer may be half.
+
+    Args:
+        model: folder of the target.
+        options: see AnswerOptions.
+    """
+    from vllm_medusa.host.positions import served_length
+
+    length = served_length(model, options.max_model_len)
+    return replace(options, max_model_len=length, max_new_tokens=min(options.max_new_tokens, length // 2))
 
 
 def leaves_room(ids: list[int], options: AnswerOptions) -> bool:

@@ -18,6 +18,7 @@ from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import calibrate
 from vllm_medusa.training.card import model_card
+from vllm_medusa.training.data import fit_to_model
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.loop import choose_draft_vocab, start_trunk, train_heads
 from vllm_medusa.training.options import TrainOptions
@@ -48,7 +49,7 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
     console = console or Console(quiet=True)
     folder = locate_target(options.model)
     name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
-    options = replace(options, model=str(folder), base_model=name)
+    options = replace(options, model=str(folder), base_model=name, answers=fit_to_model(str(folder), options.answers))
     unembedding, embedding = read_target(folder)
     config = heads_config(options, *unembedding.shape)  # before an hour of answering
     recorded = record(options, console)

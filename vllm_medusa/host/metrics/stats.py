@@ -36,7 +36,7 @@ def leave_out(stats: SpecDecodingStats, emitted: int, accepted: int) -> None:
 
 
 def leave_out_of_request(metrics: Any, emitted: int, accepted: int) -> None:
-    """The same in the host's counts of one request (`--per-request-spec-decode-metrics`), whose last step was its last."""
+    """The same in the host's counts of one request (`--per-request-spec-decode-metrics`), of its latest step."""
     metrics.histogram[accepted] -= 1
     metrics.histogram[emitted] += 1
     if metrics.per_step_accepted:
