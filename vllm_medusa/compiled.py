@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch  # noqa: F401  (its OpenMP runtime must be there first, and becomes ours)
 
+from vllm_medusa.cache_folder import user_cache
+
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 300
 Loaded = TypeVar("Loaded")
@@ -85,7 +87,7 @@ def _build(source: Path) -> Path:
     for file in (source, *sorted(_HEADERS.glob("*.h"))):
         key.update(file.read_bytes())
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
+    folder = (Path(root) if root else user_cache() / "torch_extensions") / "vllm_medusa"
     library = folder / f"{source.stem}_{key.hexdigest()[:20]}.so"
     if library.exists():
         return library

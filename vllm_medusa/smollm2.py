@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_medusa.cache_folder import user_cache
 from vllm_medusa.errors import MedusaError
 
 CACHE_VARIABLE = "VLLM_MEDUSA_CACHE"
@@ -61,8 +62,8 @@ def ensure_smollm2(progress: bool = True) -> Path:
     Raises:
         MedusaError: no network, a file with another hash, or a package for the conversion is missing.
     """
-    cache = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vllm_medusa").expanduser()
-    folder = cache / MODEL_NAME
+    folder = cached_model()
+    cache = folder.parent
     if _complete(folder):
         return folder
     try:
@@ -74,6 +75,12 @@ def ensure_smollm2(progress: bool = True) -> Path:
         fix = f"cannot be written ({error.strerror}); name a folder with 1 GB to spare, {_POINT_ELSEWHERE}"
         raise MedusaError.of(CACHE_VARIABLE, str(cache), fix) from error
     return folder
+
+
+def cached_model() -> Path:
+    """Where the model lies, or would."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return (Path(os.path.expanduser(named)) if named else user_cache() / "vllm_medusa") / MODEL_NAME
 
 
 def _complete(folder: Path) -> bool:

@@ -44,8 +44,8 @@ def bench(
     ] = False,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per data file; the first ones.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampling; 1: all tokens.")] = 1.0,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=128, help="Most tree nodes per request and step.")
     ] = None,

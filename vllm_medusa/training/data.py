@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.quota import usable_cores
 from vllm_medusa.training.hidden import HiddenRows
 
 RECORDER = "vllm_medusa.host.recording.RecordingWorker"
@@ -132,6 +133,7 @@ class AnsweringEngine:
             # Settings vLLM reads from the environment only. The user's own values win.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
             from vllm import LLM
 

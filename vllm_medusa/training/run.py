@@ -15,6 +15,7 @@ from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import is_hub_id, locate_target
 from vllm_medusa.heads.target import read_target
+from vllm_medusa.quota import usable_cores
 from vllm_medusa.training.bars import bar
 from vllm_medusa.training.calibrate import calibrate
 from vllm_medusa.training.card import model_card
@@ -47,6 +48,7 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
         MedusaError: prompts, a model or a work folder that cannot serve.
     """
     console = console or Console(quiet=True)
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     folder = locate_target(options.model)
     name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
     options = replace(options, model=str(folder), base_model=name, answers=fit_to_model(str(folder), options.answers))

@@ -136,7 +136,7 @@ def _longest(text: npt.NDArray[np.integer[Any]], length: int) -> tuple[int, int]
     """Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens.
 
     A part of the text at a time, the latest first: all places at which the last token stood before, then those of them
-    where the token before it is right too, and so on. So Python's own steps are few, even in a text that repeats itself.
+    where the token before it is right too, and so on. So Python's own steps are few, also where a text repeats itself.
     """
     last, best, source = length - 1, 0, -1
     oldest = max(last - REACH, 0)
