@@ -86,6 +86,14 @@ def test_bench(tiny_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None
         *SMALL, "--json", "out.json", "--plot", "out.png", cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )  # fmt: skip
     assert "native-chain" in table and "1 of two" in table
+    told = [line for line in table.splitlines() if line.startswith("... ")]  # a pipe is no terminal
+    for said in (
+        "starting none: importing vLLM",
+        "starting native-chain: loading the model",
+        "warming up",
+        "measuring",
+    ):
+        assert any(said in line for line in told), told
     assert (tmp_path / "out.png").exists()
     found = json.loads((tmp_path / "out.json").read_text())
     check_runs(found, "native-chain")

@@ -82,7 +82,7 @@ def run_bench(
         engines = _start(stack, peers, settings, progress, verbose)
         results.provenance["engine"] = {name: engine.facts for name, engine in engines.items()}
         datasets = _that_fit(engines, datasets, settings, results)
-        _warm_up(engines, datasets[0], settings)
+        _warm_up(engines, datasets[0], settings, progress)
         rounds = [(d, b, r) for d in datasets for b in settings.batch_sizes for r in range(settings.rounds)]
         progress.expect(sum(len(dataset.prompts) for dataset, _, _ in rounds) * len(peers))
         for dataset, batch_size, number in rounds:
@@ -113,7 +113,7 @@ def _start(
                 verbose=verbose,
             )
             engines[peer.name] = stack.enter_context(engine)
-            engine.wait_until_ready(watch)
+            engine.wait_until_ready(watch(engine))
     return engines
 
 
@@ -139,12 +139,13 @@ def _kind(settings: Settings) -> type[Engine] | type["Server"]:
     return Server
 
 
-def _warm_up(engines: dict[str, EngineProcess], dataset: Dataset, settings: Settings) -> None:
+def _warm_up(engines: dict[str, EngineProcess], dataset: Dataset, settings: Settings, progress: BenchProgress) -> None:
     """A few tokens at every batch size: kernels that are built on first use, and the step costs that Medusa learns."""
     sampling = {**settings.sampling(), "max_tokens": min(WARM_UP_TOKENS, settings.max_tokens)}
     for batch_size in settings.batch_sizes:
-        for engine in engines.values():
-            engine.run(dataset.prompts[: max(2, batch_size)], batch_size=batch_size, sampling=sampling)
+        for name, engine in engines.items():
+            with progress.doing(f"warming up {name} with batches of {batch_size}"):
+                engine.run(dataset.prompts[: max(2, batch_size)], batch_size=batch_size, sampling=sampling)
 
 
 def _one_round(

@@ -24,7 +24,7 @@ from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import locate_heads, locate_target
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.training.bars import bar
+from vllm_medusa.progress import stage
 from vllm_medusa.training.calibrate import measure, reliability
 from vllm_medusa.training.calibration_report import CalibrationReport
 from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, fit_to_model, record_answers
@@ -78,7 +78,7 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
     prompts = list(dict.fromkeys(read_prompts(options.prompts)))[: options.num_prompts]
     with _work(options, model, prompts) as work:
         rows, step_cost = _answer(model, prompts, work, options, console)
-        with console.status("calibrating"):
+        with stage(console, "calibrating"):
             report = _report(heads, rows, folder, model, step_cost, options)
     save_calibration(folder, report.calibration, heads.config)
     return report
@@ -111,15 +111,13 @@ def _answer(
 ) -> tuple[HiddenRows, dict[int, float]]:
     """The rows of the target's greedy answers, and seconds by tokens in a step."""
     ids, answers = render_prompts(model, prompts), options.answers
-    with AnsweringEngine(model, answers) as engine:
-        with bar(console, "answering") as (bars, task):
-            bars.update(task, total=len(prompts))
-            shards = record_answers(
-                ids, work, answers, engine, on_progress=lambda done, _: bars.update(task, completed=done)
-            )
+    with AnsweringEngine(model, answers, console) as engine:
+        with stage(console, "answering prompts") as now:
+            now.update(done=0, total=len(prompts))
+            shards = record_answers(ids, work, answers, engine, on_progress=lambda done, _: now.update(done=done))
         times: list[float] = []
         if options.measure_cost:
-            with console.status("timing steps"):
+            with stage(console, "timing steps"):
                 times = engine.llm.collective_rpc("time_steps", kwargs={"sizes": list(STEP_SIZES)})[0]
     return HiddenRows.open(shards), dict(zip(STEP_SIZES, times, strict=False))
 
