@@ -16,6 +16,7 @@ from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.report import table
 from vllm_medusa.bench.results import Results, mean
 from vllm_medusa.bench.run import Settings, run_bench
+from vllm_medusa.bench.verdict import verdict
 from vllm_medusa.json_lines import read_json_lines
 from vllm_medusa.tree.drawing import QUOTED, draw
 from vllm_medusa.tree.topology import Tree
@@ -53,6 +54,9 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     console.print()
     if any(run.identical_tokens < 1.0 for run in results.runs):
         console.print(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
+    told = verdict(results)
+    if told is not None:
+        console.print(told, soft_wrap=not console.is_terminal)
     console.print(summary(results), soft_wrap=not console.is_terminal)  # one line for what reads it from a pipe
     return results
 

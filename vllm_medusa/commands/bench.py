@@ -77,6 +77,7 @@ def bench(
     from vllm_medusa.bench.report import latency_table, left_out_line, memory_line, table, write_json
     from vllm_medusa.bench.run import Settings, run_bench
     from vllm_medusa.bench.step_cost import cost_table
+    from vllm_medusa.bench.verdict import verdict
 
     console = Console()
     with readable_errors():
@@ -108,11 +109,13 @@ def bench(
         )
         with BenchProgress(console) as progress:
             results = run_bench(peers, datasets, settings, progress, verbose=verbose)
-        for part in (table(results), left_out_line(results), latency_table(results), memory_line(results)):
+        teller = "medusa" if "medusa" in learning else next(iter(learning), "")
+        shown = [table(results), left_out_line(results), latency_table(results), memory_line(results)]
+        for part in (*shown, verdict(results, teller)):
             if part is not None:
                 console.print(part)
         if show_cost:
-            console.print(cost_table(results, "medusa" if "medusa" in learning else learning[0]))
+            console.print(cost_table(results, teller))
         if json_file is not None:
             write_json(results, json_file)
         if plot_file is not None:
