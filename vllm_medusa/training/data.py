@@ -97,6 +97,8 @@ def fit_to_model(model: str, options: AnswerOptions) -> AnswerOptions:
         model: folder of the target.
         options: see AnswerOptions.
     """
+    if not (Path(model) / "config.json").is_file():
+        return options  # nothing that vLLM could start; it says so itself when it is asked
     from vllm_medusa.host.positions import served_length
 
     length = served_length(model, options.max_model_len)
