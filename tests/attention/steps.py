@@ -13,7 +13,10 @@ from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
 from vllm_medusa.attention.reference import reference_attention
 from vllm_medusa.tree.topology import Tree, num_words
 
-ISA_OF = {torch.float32: "vec", torch.float16: "vec", torch.bfloat16: "amx"}
+
+def isa_of(dtype: torch.dtype) -> str:
+    """How the host packs blocks of a multiple of 32 tokens in this format on this machine: it goes by AMX."""
+    return "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
 
 
 def random_tree(num_nodes: int, seed: int, reach_back: int = 128) -> Tree:
@@ -88,7 +91,7 @@ class Step:
             [normal(length, heads[1]) for length in lengths],
             [normal(length, heads[1]) for length in lengths],
             block_size,
-            isa or ISA_OF[dtype],
+            isa or isa_of(dtype),
             seed,
         )
 
@@ -116,20 +119,21 @@ class Step:
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     def plan(self, table: Tensor, **options: object) -> TreeAttentionPlan:
-        """The plan of this step; options are further fields of it."""
+        """The plan of this step; options are further fields of it. The host is asked for a layout if none is given."""
         words = num_words(max(tree.num_nodes for tree in self.trees))
         ancestors = torch.zeros(len(self.query), words, dtype=torch.int64)
         for start, tree in zip(self.query_start_loc.tolist(), self.trees, strict=False):
             masks = torch.from_numpy(tree.ancestor_masks().view("int64"))
             ancestors[start : start + tree.num_rows, : masks.shape[1]] = masks
         head_size = self.query.shape[2]
+        if "layout" not in options:
+            options["layout"] = layout_of(self.isa, self.block_size, head_size, self.query.dtype)
         fields = {
             "block_table": table,
             "context_lens": torch.tensor(self.contexts),
             "query_start_loc": self.query_start_loc,
             "ancestors": ancestors,
             "depths": torch.tensor([depth for tree in self.trees for depth in tree.depths]),
-            "layout": layout_of(self.isa, self.block_size, head_size, self.query.dtype),
             "scale": head_size**-0.5,
         }
         return TreeAttentionPlan(**{**fields, **options})  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from steps import host_writer
+from test_attention import needs
 from torch import Tensor
 
 from vllm_medusa.attention.cpu import KeyLayout, learn_layout
@@ -26,8 +27,7 @@ CACHES = [
 def test_every_element_is_found_where_the_host_put_it(
     isa: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
-    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("no AMX here")
+    needs(isa)
     write = host_writer(isa)
     layout = learn_layout(write, block_size, head_size, dtype)
     assert (layout.block_size, layout.head_dim) == (block_size, head_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from steps import host_writer, layout_of
+from test_attention import needs
 
 from vllm_medusa.attention.native import load_kernel
 
@@ -19,8 +20,7 @@ CACHES = [
 
 @pytest.mark.parametrize(("isa", "block_size", "head_size", "dtype"), CACHES)
 def test_as_if_written_again(isa: str, block_size: int, head_size: int, dtype: torch.dtype) -> None:
-    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("no AMX here")
+    needs(isa)
     kernel, layout = load_kernel(), layout_of(isa, block_size, head_size, dtype)
     if kernel is None or not kernel.supports(dtype, layout):
         pytest.skip("no compiled kernel")

@@ -33,9 +33,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     tokenizer = small_tokenizer("count from 1 to 30, name five animals, one per line ", 320)
     tokenizer.save_pretrained(folder / "model")
     vocab = len(tokenizer)
-    save_llama(
-        folder / "model", seed=17, vocab_size=vocab, max_position_embeddings=2048, eos_token_id=1, bos_token_id=0
-    )
+    save_llama(folder / "model", seed=17, vocab_size=vocab, max_position_embeddings=512, eos_token_id=1, bos_token_id=0)
     torch.manual_seed(0)
     save_random_heads(folder / "heads", std=0.01, num_heads=3, num_layers=1, hidden_size=64, vocab_size=vocab)
     return folder / "model", folder / "heads"
@@ -52,7 +50,8 @@ def run(*arguments: object, cwd: Path, **environment: str) -> str:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "two.jsonl"
-    path.write_text('{"prompt": "Count from 1 to 30."}\n{"turns": ["Name five animals, one per line."]}\n')
+    long = json.dumps({"prompt": "Count from 1 to 30, and on. " * 400})  # more than the 512 positions of the tiny model
+    path.write_text(f'{{"prompt": "Count from 1 to 30."}}\n{long}\n{{"turns": ["Name five animals, one per line."]}}\n')
     return path
 
 
@@ -70,6 +69,7 @@ def check_runs(found: dict[str, Any], method: str) -> None:
         assert run_["prompts"] == 2 and 2 <= run_["output_tokens"] <= 48 and run_["steps"] > 0
         assert run_["mean_accepted_length"] >= 1.0
     # On a busy machine trees may find at one size that nodes do not pay.
+    assert found["left_out"] == {"two": 1}
     assert sum(run["drafted_nodes_per_step"] for run in found["runs"] if run["method"] == method) > 0
     assert {ratio["method"] for ratio in found["ratios"]} == {method}
     assert found["provenance"]["environment"]["OMP_NUM_THREADS"]
@@ -85,7 +85,15 @@ def test_bench(tiny_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None
         "bench", "--model", model, "--data", data, "--methods", "native-chain", "--native-heads", heads,
         *SMALL, "--json", "out.json", "--plot", "out.png", cwd=tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )  # fmt: skip
-    assert "native-chain" in table
+    assert "native-chain" in table and "1 of two" in " ".join(table.split())
+    told = [line for line in table.splitlines() if line.startswith("... ")]  # a pipe is no terminal
+    for said in (
+        "starting none: importing vLLM",
+        "starting native-chain: starting the engine",
+        "warming up",
+        "measuring",
+    ):
+        assert any(said in line for line in told), told
     assert (tmp_path / "out.png").exists()
     found = json.loads((tmp_path / "out.json").read_text())
     check_runs(found, "native-chain")

@@ -52,6 +52,9 @@ class Stub(EngineProcess):
         self._send({"prompts": list(prompts)})
         return dict(self._result(progress))
 
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        return []
+
     def decode(self, tokens: Sequence[int]) -> list[str]:
         return []
 

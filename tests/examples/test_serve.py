@@ -20,6 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import Server
 from storm import Storm, blow
 
+from vllm_medusa.bench.server import REQUEST_STEPS
+
 pytestmark = [pytest.mark.slow, pytest.mark.server]
 
 COUNTED = ["steps", "request_steps", "drafted_nodes", "wasted_nodes", "emitted_tokens", "accepted_nodes_by_depth"]
@@ -129,7 +131,7 @@ def test_metrics_agree(client: OpenAI, server: Server) -> None:
     """Ours with vLLM's own and with what the client got, counted in three processes."""
 
     def now() -> dict[str, float]:
-        return {name: total(server.get("/metrics"), name) for name in (*OURS, *VLLMS)}
+        return {name: total(server.get("/metrics"), name) for name in (*OURS, *VLLMS, REQUEST_STEPS)}
 
     before = now()
     while (again := now()) != before:  # an engine tells what is left a moment after its last request
@@ -151,6 +153,7 @@ def test_metrics_agree(client: OpenAI, server: Server) -> None:
     assert more["vllm_medusa:wasted_nodes_total"] == more["vllm_medusa:drafted_nodes_total"] - accepted
     assert more["vllm_medusa:accepted_nodes_by_rank_total"] == accepted
     assert more["vllm_medusa:request_steps_total"] == more["vllm_medusa:steps_total"] < tokens - requests
+    assert more["vllm_medusa:request_steps_total"] == more[REQUEST_STEPS]
 
 
 def test_dashboard_asks_for_metrics_that_are_there(repository: Path, server: Server) -> None:

@@ -20,7 +20,9 @@ from foreign_folders import (
 from safetensors.torch import load_file, save_file
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.heads.checkpoint import load_heads, read_config
+from vllm_medusa.heads.checkpoint import load_heads, read_config, save_heads
+from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.opening import open_folder
 
 Target = tuple[torch.Tensor, torch.Tensor]
@@ -264,3 +266,41 @@ def test_the_fix_for_a_wrong_config_works(tmp_path: Path, target: Target) -> Non
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_heads": 3}))
     assert_same_logits(tmp_path, reference_heads(), target)
     assert len(load_file(tmp_path / "model.safetensors")) == 9
+
+
+WRAPPED = [
+    "module.",
+    "_orig_mod.",
+    "base_model.model.",
+    "module._orig_mod.",
+    "_orig_mod.module.",
+    "base_model.model.module.",
+]
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "model.safetensors"])
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_heads_saved_from_wrapped_modules(wrapper: str, file: str, tmp_path: Path, target: Target) -> None:
+    """DataParallel, torch.compile and PEFT leave their names before those of the heads, or between them."""
+    reference = reference_heads()
+    tensors = {f"{wrapper}medusa_head._orig_mod.{name}": x for name, x in reference.state_dict().items()}
+    write_folder(tmp_path, FASTER, tensors, file)
+    assert open_folder(tmp_path).origin == "FasterDecoding"
+    assert_same_logits(tmp_path, reference, target)
+
+
+def test_our_own_heads_saved_from_a_wrapped_module(tmp_path: Path, target: Target) -> None:
+    heads = MedusaHeads(HeadsConfig(num_heads=2, num_layers=1, hidden_size=HIDDEN, vocab_size=VOCAB, top_k=5))
+    save_heads(heads, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"module._orig_mod.{name}": x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    assert all(torch.equal(x, tensors[name]) for name, x in load_heads(tmp_path).state_dict().items())
+
+
+def test_one_tensor_wrapped_and_plain_is_refused(tmp_path: Path) -> None:
+    state = reference_heads().state_dict()
+    write_folder(
+        tmp_path, FASTER, {**state, **{f"module.{name}": x + 1 for name, x in state.items()}}, "model.safetensors"
+    )
+    with pytest.raises(MedusaError, match="the same tensor twice"):
+        read_config(tmp_path)

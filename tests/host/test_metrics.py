@@ -53,6 +53,7 @@ def served(tiny_model: Path, tiny_heads: Path) -> Engine:
     """Trees with the host's statistics switched on."""
     medusa = {"num_speculative_tokens": NODES, "adaptive": False}
     options = {"max_model_len": MAX_LEN, "block_size": 32, "disable_log_stats": False}
+    options["per_request_spec_decode_metrics"] = "detailed"
     return start(tiny_model, tiny_heads, medusa=medusa, **options)
 
 
@@ -72,8 +73,9 @@ def figures(served: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]
     served.runner.__dict__.pop("_draft", None)
 
 
-def planted(figures: Engine, tiny: Engine) -> tuple[list[list[int]], list[Any]]:
-    """Two requests whose five steps together the tests below have counted; the first ends inside its last path."""
+def planted(figures: Engine, tiny: Engine) -> list[Any]:
+    """The answers of two requests whose five steps together the tests below have counted; the first one ends inside its
+    last path."""
     from vllm import SamplingParams
 
     prompts = random_prompts(np.random.default_rng(8), [7, 12])
@@ -95,8 +97,9 @@ def planted(figures: Engine, tiny: Engine) -> tuple[list[list[int]], list[Any]]:
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[t[7]]),
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
     ]
-    assert figures.tokens(prompts, params) == [t[:8], u[:7]]
-    return truth, params
+    answers = figures.answer(prompts, params)
+    assert [list(answer.token_ids) for answer in answers] == [t[:8], u[:7]]
+    return answers
 
 
 def test_counted_by_hand(figures: Engine, tiny: Engine) -> None:
@@ -132,6 +135,15 @@ def test_counted_by_hand(figures: Engine, tiny: Engine) -> None:
     assert hosts("num_draft_tokens") == {"": 4 + 2 + 4 + 1}
     assert hosts("num_accepted_tokens") == {"": 2 + 0 + 2 + 1}
     assert hosts("num_accepted_tokens_per_pos") == {"0": 3, "1": 2}
+
+
+def test_each_request_is_told_what_it_got(figures: Engine, tiny: Engine) -> None:
+    """The first request's last path has four accepted nodes, and the request ends at the second."""
+    first, second = planted(figures, tiny)
+    assert first.spec_decode_metrics.per_step_accepted == [2, 0, 2]
+    assert first.spec_decode_metrics.per_step_drafted == [4, 2, 4]
+    assert first.spec_decode_metrics.histogram == [1, 0, 2, *[0] * (NODES - 2)]
+    assert second.spec_decode_metrics.histogram == [0, 1, *[0] * (NODES - 1)]
 
 
 def test_the_report_says_the_same(figures: Engine, tiny: Engine) -> None:

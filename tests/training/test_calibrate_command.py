@@ -21,7 +21,7 @@ def test_calibrate_from_the_command_line(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "max_position_embeddings": 2048, "initializer_range": 0.02}
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "max_position_embeddings": 512, "initializer_range": 0.02}
     make_llama(seed=3, **sizes, tie_word_embeddings=True, dtype="bfloat16").save_pretrained(tmp_path / "model")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

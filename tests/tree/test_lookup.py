@@ -1,11 +1,13 @@
 """What a text expects next, against a search that remembers nothing."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.tree.lookup import CATCH_UP, FIRST_ODDS, LONGEST, MEMORY, Expected, Lookups
+from vllm_medusa.tree.lookup import CATCH_UP, FIRST_ODDS, LONGEST, MEMORY, PART, REACH, Expected, Lookups, _longest
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -16,15 +18,16 @@ def follow(lookups: Lookups, text: list[int], most: int = 8, request: str = "r")
     return lookups.follow([(request, np.array(text, dtype=np.int32), len(text))], most)
 
 
-def longest_match(text: list[int]) -> tuple[int, int]:
-    """(where it goes on, tokens that match), the latest of the longest."""
+def longest_match(text: list[int], length: int | None = None) -> tuple[int, int]:
+    """(where it goes on, tokens that match), the latest of the longest; `text` is the end of one of `length` tokens."""
     found = (-1, 0)
+    before = (length or len(text)) - len(text)
     for end in range(1, len(text)):
         same = 0
         while same < min(end, LONGEST) and text[end - 1 - same] == text[len(text) - 1 - same]:
             same += 1
         if same >= max(found[1], 1):
-            found = (end, same)
+            found = (before + end, same)
     return found
 
 
@@ -105,6 +108,30 @@ def test_a_text_that_got_shorter_is_read_anew():
     lookups = Lookups()
     follow(lookups, [1, 2, 3, 4, 1, 2, 3])
     assert follow(lookups, [1, 2, 3, 4, 1]).tokens[0, :2].tolist() == [2, 3]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 30, 3000]), st.integers(0, 5))
+def test_long_texts(seed, tokens, copied):
+    """Longer than a part, and than the reach: as the search that remembers nothing, of which parts know nothing."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, tokens, int(rng.integers(1, 2 * PART))).tolist()
+    text = (text + text[: 5 * copied] + [7] * copied) * (1 + 8 * (copied == 5))
+    assert _longest(np.array(text), len(text)) == longest_match(text[-REACH - 1 :], len(text))
+
+
+@pytest.mark.parametrize("text", ["random", "one token", "a loop"])
+def test_long_texts_cost_little(text):
+    """Without a compiler too: 65,536 tokens, a step of which nothing was expected."""
+    given = np.random.default_rng(0).integers(0, 50_000, REACH).astype(np.int32)
+    given = {"random": given, "one token": given * 0, "a loop": given % 997}[text]
+    given[::4096] += 1
+    lookups, steps = Lookups(), []
+    for length in range(len(given) - 40, len(given)):
+        began = time.thread_time()
+        lookups.follow([("r", given, length)], 8)
+        steps.append(time.thread_time() - began)
+    assert sorted(steps)[len(steps) // 2] < 1.5e-3
 
 
 def test_requests_do_not_read_each_other_and_are_forgotten():

@@ -1,9 +1,9 @@
 """The demo: the same prompts through plain vLLM and through Medusa trees, a table, one tree drawn, one line."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,6 +16,8 @@ from vllm_medusa.bench.prompts import Dataset
 from vllm_medusa.bench.report import table
 from vllm_medusa.bench.results import Results, mean
 from vllm_medusa.bench.run import Settings, run_bench
+from vllm_medusa.bench.verdict import verdict
+from vllm_medusa.json_lines import read_json_lines
 from vllm_medusa.tree.drawing import QUOTED, draw
 from vllm_medusa.tree.topology import Tree
 
@@ -24,8 +26,8 @@ LABEL = 24  # columns that a token and its probability take in a drawn tree, or 
 
 def demo_datasets() -> list[Dataset]:
     """The chat, code and math prompts that ship with the package, one data set a kind."""
-    lines = (resources.files("vllm_medusa.bench") / "demo_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    file = Path(str(resources.files("vllm_medusa.bench") / "demo_prompts.jsonl"))
+    rows = [row for _, row in read_json_lines(file, "data")]
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return [Dataset(kind, tuple(row["prompt"] for row in rows if row["kind"] == kind)) for kind in kinds]
 
@@ -52,6 +54,9 @@ def run_demo(settings: Settings, console: Console, *, verbose: bool = False) -> 
     console.print()
     if any(run.identical_tokens < 1.0 for run in results.runs):
         console.print(difference_note(str(results.provenance["engine"][BASELINE]["dtype"])))
+    told = verdict(results)
+    if told is not None:
+        console.print(told, soft_wrap=not console.is_terminal)
     console.print(summary(results), soft_wrap=not console.is_terminal)  # one line for what reads it from a pipe
     return results
 
@@ -87,9 +92,7 @@ def summary(results: Results) -> Text:
     """The last line: median ratio, mean accepted length, share of identical tokens."""
     ratio = statistics.median(ratio.median for ratio in results.ratios())
     runs = results.select("medusa")
-    accepted = sum(run.output_tokens for run in runs) / sum(
-        run.output_tokens / run.mean_accepted_length for run in runs
-    )
+    accepted = sum(run.output_tokens - run.prompts for run in runs) / max(1.0, sum(run.request_steps for run in runs))
     return Text.assemble(
         ("Medusa trees: ", "bold"),
         (f"{ratio:.2f}× plain vLLM's tokens per second", "bold green" if ratio >= 1.0 else "bold red"),

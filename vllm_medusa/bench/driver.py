@@ -25,15 +25,23 @@ class Driver:
         self._say = say
         from vllm import LLM
 
+        from vllm_medusa.host.positions import served_length
+
+        length = served_length(engine["model"], engine["max_model_len"])
         say("stage", text="starting the engine")
-        self._llm = LLM(**engine, disable_log_stats=False)  # the counters of drafted tokens
+        # With the counters of drafted tokens.
+        self._llm = LLM(**{**engine, "max_model_len": length}, disable_log_stats=False)
         self._tokenizer: Any = self._llm.get_tokenizer()
         self._reports = has_report(engine.get("speculative_config"))
 
     def facts(self) -> dict[str, Any]:
         """What the parent wants to know about the engine for the provenance."""
         config = self._llm.llm_engine.vllm_config
-        return {"dtype": str(config.model_config.dtype).removeprefix("torch."), "compiled": not _is_eager(config)}
+        return {
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "compiled": not _is_eager(config),
+            "max_model_len": config.model_config.max_model_len,
+        }
 
     def run(self, prompts: Sequence[str], batch_size: int, sampling: Mapping[str, Any]) -> Measurement:
         """Answer the prompts with `batch_size` of them in flight: a new one starts as soon as one ends."""
@@ -47,6 +55,10 @@ class Driver:
         else:
             measurement.drafted_nodes = self._drafted_tokens() - drafted_before
         return measurement
+
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        """The number of tokens of each prompt, in its chat template if there is one."""
+        return [len(self._encode(prompt)) for prompt in prompts]
 
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """Each token's text, for drawing trees."""
@@ -77,8 +89,9 @@ class Driver:
             for output in engine.step():
                 new = output.outputs[0].token_ids
                 if new:
-                    outputs[int(output.request_id)].extend(new)
-                    request_steps += 1
+                    answer = outputs[int(output.request_id)]
+                    request_steps += bool(answer)  # the first one comes with the prompt
+                    answer.extend(new)
                     progressed = True
                 if output.finished:
                     running -= 1
@@ -129,6 +142,8 @@ def _drive(commands: Commands, say: Say) -> None:
             match command.pop("do"):
                 case "run":
                     say("result", value=asdict(driver.run(**command)))
+                case "lengths":
+                    say("result", value=driver.lengths(**command))
                 case "decode":
                     say("result", value=driver.decode(**command))
     finally:

@@ -36,6 +36,11 @@ class Engine(EngineProcess):
         self._send({"do": "run", "prompts": list(prompts), "batch_size": batch_size, "sampling": dict(sampling)})
         return dict(self._result(progress))
 
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        """The number of tokens of each prompt, as `run` asks for it."""
+        self._send({"do": "lengths", "prompts": list(prompts)})
+        return list(self._result(ignore))
+
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""
         self._send({"do": "decode", "tokens": list(tokens)})

@@ -11,8 +11,8 @@ class Measurement:
     Attributes:
         seconds: from the first request to the last token.
         steps: engine steps that gave tokens.
-        request_steps: sum of those steps over the requests that got tokens in them: tokens / request_steps is the mean
-            accepted length of any method, the bonus token counted.
+        request_steps: sum of those steps over the requests that decoded in them: the step that computed the last of a
+            request's prompt, and brought its first token, is none.
         outputs: the tokens that answer each prompt.
         drafted_nodes: tokens drafted, over all steps.
         report: Medusa's own report, where the method has one.

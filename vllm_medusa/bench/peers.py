@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.quota import usable_cores
 
 BASELINE = "none"
 COMMAND_PLUGIN = "medusa_wheel_name"  # without it the CPU wheel's `vllm serve` cannot start; it does nothing else
@@ -91,12 +92,12 @@ def shared_environment(user: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Thread and memory settings, the same for every method; whatever the user has set stays.
 
     vLLM's default binding keeps a core for its front end: on two cores that leaves the model a single thread, which
-    makes every method look memory-bound in a way nobody deploys. So threads are not bound and all cores compute.
+    makes every method look memory-bound in a way nobody deploys. So threads are not bound and all cores compute, or as
+    many as a container's quota is worth.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     defaults = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(cores),
+        "OMP_NUM_THREADS": str(usable_cores()),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_USE_AOT_COMPILE": "0",  # vLLM 0.32 cannot load what it saved on a CPU: every start would compile again
     }

@@ -82,6 +82,10 @@ class EngineProcess(ABC):
         """Answer the prompts with `batch_size` of them in flight; the fields of `measurement.Measurement`."""
 
     @abstractmethod
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        """The number of tokens of each prompt, as `run` asks for it."""
+
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""
 

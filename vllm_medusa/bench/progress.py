@@ -1,80 +1,71 @@
-"""Progress bars for the minutes in which engines start and prompts run."""
+"""What a bench tells of itself while engines start and prompts run."""
 
-import threading
-import time
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_medusa.bench.starting import what_starts
+from vllm_medusa.progress import Stage, stage
 
 Watch = Callable[[dict[str, Any]], None]
 
-# A warm start on two cores, in seconds: the first engine's time left is judged by it, each later one by its forerunner.
-EXPECTED_START_SECONDS = 40.0
-
 
 class BenchProgress:
-    """Bars on `console`: one for engines that start, one for all prompts with the time that remains."""
+    """On `console`: each engine that starts and what it does, then all prompts and the time that remains.
+
+    Use it as a context manager.
+    """
 
     def __init__(self, console: Console) -> None:
-        """Bars that vanish when done; nothing is drawn when `console` is not a terminal."""
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._last_start = EXPECTED_START_SECONDS
-        self._all: Any = None
+        """Bars in a terminal, lines elsewhere."""
+        self._console = console
+        self._stack = ExitStack()
+        self._all: Stage | None = None
         self._done = 0
 
-    def __enter__(self) -> "BenchProgress":
-        self._bars.start()
+    def __enter__(self) -> BenchProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        self._stack.close()
 
     @contextmanager
-    def starting(self, name: str) -> Iterator[Watch]:
-        """While an engine starts. The time left is judged by how long the last one took."""
-        expected = self._last_start
-        task = self._bars.add_task(f"{name}: starting", total=expected)
-        began = time.monotonic()
-        ended = threading.Event()
+    def starting(self, name: str) -> Iterator[Callable[[Any], Watch]]:
+        """While an engine starts: yields what makes a watch of the engine, once there is one."""
+        engines: list[Any] = []
+        with stage(self._console, f"starting {name}", lambda: what_starts(engines[0].log) if engines else None) as now:
 
-        def tick() -> None:
-            while not ended.wait(0.25):
-                self._bars.update(task, completed=min(time.monotonic() - began, 0.97 * expected))
+            def watch(engine: Any) -> Watch:
+                engines.append(engine)
+                return lambda message: now.update(message["text"])
 
-        ticker = threading.Thread(target=tick, daemon=True)
-        ticker.start()
-        try:
-            yield lambda message: self._bars.update(task, description=f"{name}: {message['text']}")
-        finally:
-            ended.set()
-            ticker.join()
-            self._bars.remove_task(task)
-        self._last_start = time.monotonic() - began
+            yield watch
+
+    @contextmanager
+    def doing(self, name: str) -> Iterator[Stage]:
+        """While something else takes its time."""
+        with stage(self._console, name) as now:
+            yield now
 
     def expect(self, prompts: int) -> None:
         """The number of prompts to come, over all methods and rounds."""
-        self._all = self._bars.add_task("prompts", total=prompts)
+        self._all = self._stack.enter_context(stage(self._console, "measuring"))
+        self._all.update(total=prompts)
 
     @contextmanager
     def running(self, text: str, prompts: int) -> Iterator[Watch]:
         """While one run goes over `prompts` prompts."""
-        self._bars.update(self._all, description=text)
+        assert self._all is not None, "expect comes first"
+        overall = self._all
+        overall.name = f"measuring {text}"
 
         def watch(message: dict[str, Any]) -> None:
-            self._bars.update(self._all, completed=self._done + message["finished"])
+            overall.update(done=self._done + message["finished"])
 
         yield watch
         self._done += prompts
-        self._bars.update(self._all, completed=self._done)
+        overall.update(done=self._done)

@@ -1,11 +1,12 @@
 """The data sets of a bench: one JSON per line, with `prompt` or `turns`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.json_lines import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,20 @@ class Dataset:
 
     name: str
     prompts: tuple[str, ...]
+
+    def fitting(self, lengths: Sequence[int], most: int) -> "Dataset":
+        """Those of its prompts that have at most `most` tokens; `lengths` are all prompts' own.
+
+        >>> Dataset("set", ("short", "too long")).fitting([3, 9], 8).prompts
+        ('short',)
+
+        Raises MedusaError where there is none.
+        """
+        kept = tuple(prompt for prompt, length in zip(self.prompts, lengths, strict=True) if length <= most)
+        if not kept:
+            fix = f"no prompt leaves room for an answer: {most} tokens would, the shortest has {min(lengths)}"
+            raise MedusaError.of("data", self.name, f"{fix}; lower --max-tokens, or give shorter ones")
+        return Dataset(self.name, kept)
 
     def take(self, count: int) -> "Dataset":
         """The first `count` prompts; all of them if there are fewer."""
@@ -25,11 +40,7 @@ def read_dataset(path: Path) -> Dataset:
 
     Raises MedusaError naming the file and the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MedusaError.of("data", str(path), f"cannot be read as UTF-8 text ({error})") from error
-    prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(row, place) for place, row in read_json_lines(path, "data")]
     if not prompts:
         raise MedusaError.of("data", str(path), "the file has no prompts; give one JSON object per line")
     return Dataset(path.stem, tuple(prompts))
@@ -45,15 +56,10 @@ def read_datasets(paths: Sequence[Path], count: int) -> list[Dataset]:
     return datasets
 
 
-def _prompt(line: str, place: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise MedusaError.of("data", place, f"not JSON ({error.msg})") from error
+def _prompt(row: Any, place: str) -> str:
     if isinstance(row, dict):
-        if isinstance(row.get("prompt"), str):
-            return str(row["prompt"])
         turns = row.get("turns")
-        if isinstance(turns, list) and turns and isinstance(turns[0], str):
-            return str(turns[0])
-    raise MedusaError.of("data", place, "a line needs `prompt` (text) or `turns` (a list of texts)")
+        text = row["prompt"] if "prompt" in row else turns[0] if isinstance(turns, list) and turns else None
+        if isinstance(text, str) and text:
+            return text
+    raise MedusaError.of("data", place, "a line needs `prompt` (text) or `turns` (a list of texts), not empty")

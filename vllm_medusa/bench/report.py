@@ -61,6 +61,17 @@ def latency_table(results: Results) -> Table | None:
     return shown
 
 
+def left_out_line(results: Results) -> Text | None:
+    """How many prompts were too long to be asked; None if all were."""
+    if not results.left_out:
+        return None
+    counts = ", ".join(f"{count} of {name}" for name, count in results.left_out.items())
+    most = results.provenance.get("longest_prompt")
+    return Text(
+        f"Left out, too long with their answers (prompts of at most {most} tokens fit): {counts}", style="yellow"
+    )
+
+
 def memory_line(results: Results) -> Text | None:
     """Each engine's peak resident size, all of its processes added up, and how much it is over plain vLLM's."""
     engines = results.provenance.get("engine", {})

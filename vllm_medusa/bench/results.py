@@ -14,10 +14,10 @@ from vllm_medusa.bench.peers import BASELINE
 class Run:
     """One method over one data set at one batch size, once.
 
-    `steps` are engine steps that gave tokens; `mean_accepted_length` is tokens per step and request, the bonus token
-    counted (1.0 without speculation); `overhead_share` is the share of step time outside the target's forward, known
-    for Medusa only. `identical_to_none`: the share of prompts whose tokens equal plain vLLM's; `identical_tokens`: the
-    share of plain vLLM's tokens that come before the first difference.
+    `steps` are engine steps that gave tokens; `mean_accepted_length` is what docs/metrics.md calls so (1.0 without
+    speculation, 0.0 if no answer has a second token); `overhead_share` is the share of step time outside the target's
+    forward, known for Medusa only. `identical_to_none`: the share of prompts whose tokens equal plain vLLM's;
+    `identical_tokens`: the share of plain vLLM's tokens that come before the first difference.
 
     Against a server also, in seconds, median and 99th percentile: `ttft_*`, from sending a request to its first token;
     `itl_*`, between a token and the one before it, where the tokens of one chunk share the time since the chunk before
@@ -46,9 +46,14 @@ class Run:
 
     @property
     def drafted_nodes_per_request(self) -> float:
-        """Nodes drafted per request and step."""
-        request_steps = self.output_tokens / self.mean_accepted_length if self.output_tokens else 0.0
-        return self.drafted_nodes_per_step * self.steps / max(1.0, request_steps)
+        """Nodes drafted per request and decode step."""
+        return self.drafted_nodes_per_step * self.steps / max(1.0, self.request_steps)
+
+    @property
+    def request_steps(self) -> float:
+        """Decode steps, counted once for each request in them."""
+        decoded = self.output_tokens - self.prompts
+        return decoded / self.mean_accepted_length if self.mean_accepted_length else 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Results:
     """All that one bench found.
 
     `costs`: method -> what its engine has learnt of the cost of a step, rows of tokens, milliseconds and steps.
+    `left_out`: data set -> the number of its prompts that were too long to be asked, where there are any.
     `examples` (the last trees of the last Medusa run) are for drawing only.
     """
 
@@ -77,6 +83,7 @@ class Results:
     runs: list[Run] = field(default_factory=list)
     costs: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def ratios(self) -> list[Ratio]:
         """One per method, data set and batch size; the baseline has none."""
@@ -100,6 +107,7 @@ class Results:
             "provenance": self.provenance,
             "runs": [asdict(run) for run in self.runs],
             "ratios": [asdict(ratio) for ratio in self.ratios()],
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
 
     def select(self, method: str, dataset: str | None = None, batch_size: int | None = None) -> list[Run]:
@@ -148,7 +156,8 @@ def measure(
         seconds=measurement["seconds"],
         tokens_per_second=tokens / measurement["seconds"],
         steps=measurement["steps"],
-        mean_accepted_length=tokens / max(1, measurement["request_steps"]),
+        mean_accepted_length=sum(len(output) - 1 for output in outputs if output)
+        / max(1, measurement["request_steps"]),
         drafted_nodes_per_step=measurement["drafted_nodes"] / max(1, measurement["steps"]),
         overhead_share=report["overhead_share"] if report else None,
         identical_to_none=mean(float(a == b) for a, b in zip(outputs, plain_outputs, strict=True)),

@@ -40,7 +40,7 @@ class Settings:
     adaptive: bool | None = None
     dtype: str = "auto"
     enforce_eager: bool = False
-    max_model_len: int = 2048
+    max_model_len: int = 2048  # or as many as the model has
     server: bool = False
 
     def engine(self, peer: Peer) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def run_bench(
     with ExitStack() as stack:
         engines = _start(stack, peers, settings, progress, verbose)
         results.provenance["engine"] = {name: engine.facts for name, engine in engines.items()}
-        _warm_up(engines, datasets[0], settings)
+        datasets = _that_fit(engines, datasets, settings, results)
+        _warm_up(engines, datasets[0], settings, progress)
         rounds = [(d, b, r) for d in datasets for b in settings.batch_sizes for r in range(settings.rounds)]
         progress.expect(sum(len(dataset.prompts) for dataset, _, _ in rounds) * len(peers))
         for dataset, batch_size, number in rounds:
@@ -112,8 +113,22 @@ def _start(
                 verbose=verbose,
             )
             engines[peer.name] = stack.enter_context(engine)
-            engine.wait_until_ready(watch)
+            engine.wait_until_ready(watch(engine))
     return engines
+
+
+def _that_fit(
+    engines: dict[str, EngineProcess], datasets: Sequence[Dataset], settings: Settings, results: Results
+) -> list[Dataset]:
+    """The data sets without prompts that leave no room for an answer; methods can answer all of the rest."""
+    engine = next(iter(engines.values()))
+    most = engine.facts["max_model_len"] - settings.max_tokens
+    kept = [dataset.fitting(engine.lengths(dataset.prompts), most) for dataset in datasets]
+    for before, after in zip(datasets, kept, strict=True):
+        if len(after.prompts) < len(before.prompts):
+            results.left_out[before.name] = len(before.prompts) - len(after.prompts)
+    results.provenance["longest_prompt"] = most
+    return kept
 
 
 def _kind(settings: Settings) -> type[Engine] | type["Server"]:
@@ -124,12 +139,13 @@ def _kind(settings: Settings) -> type[Engine] | type["Server"]:
     return Server
 
 
-def _warm_up(engines: dict[str, EngineProcess], dataset: Dataset, settings: Settings) -> None:
+def _warm_up(engines: dict[str, EngineProcess], dataset: Dataset, settings: Settings, progress: BenchProgress) -> None:
     """A few tokens at every batch size: kernels that are built on first use, and the step costs that Medusa learns."""
     sampling = {**settings.sampling(), "max_tokens": min(WARM_UP_TOKENS, settings.max_tokens)}
     for batch_size in settings.batch_sizes:
-        for engine in engines.values():
-            engine.run(dataset.prompts[: max(2, batch_size)], batch_size=batch_size, sampling=sampling)
+        for name, engine in engines.items():
+            with progress.doing(f"warming up {name} with batches of {batch_size}"):
+                engine.run(dataset.prompts[: max(2, batch_size)], batch_size=batch_size, sampling=sampling)
 
 
 def _one_round(

@@ -16,9 +16,9 @@ from vllm_medusa.bench.peers import has_report
 from vllm_medusa.bench.process import EngineProcess, Progress, ignore
 
 POLL_SECONDS = 0.5
-# One observation for each engine step that gave tokens; for each request and step (the first one, then the others).
+# One observation for each engine step that gave tokens; for each request and step but its first.
 STEPS = "vllm:iteration_tokens_total_count"
-REQUEST_STEPS = ("vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count")
+REQUEST_STEPS = "vllm:inter_token_latency_seconds_count"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 
 
@@ -50,7 +50,7 @@ class Server(EngineProcess):
     def wait_until_ready(self, progress: Progress = ignore) -> Self:
         """Wait until the server says that it is well; raises MedusaError with the cause when it ends before."""
         began = time.perf_counter()
-        self._result(progress)
+        length = self._result(progress)
         progress({"text": "starting the server"})
         while not asyncio.run(self._healthy()):
             if self._process.poll() is not None:
@@ -61,6 +61,7 @@ class Server(EngineProcess):
             "start_seconds": time.perf_counter() - began,
             "dtype": dtype.group(1) if dtype else None,  # None where the log goes elsewhere
             "compiled": not self._eager,
+            "max_model_len": length,
         }
         return self
 
@@ -69,6 +70,10 @@ class Server(EngineProcess):
     ) -> dict[str, Any]:
         """Answer the prompts with `batch_size` requests in flight; the fields of `measurement.Measurement`."""
         return self._asked(self._run(prompts, batch_size, sampling, progress))
+
+    def lengths(self, prompts: Sequence[str]) -> list[int]:
+        """The number of tokens of each prompt, as `run` asks for it."""
+        return list(self._asked(self._lengths(prompts)))
 
     def decode(self, tokens: Sequence[int]) -> list[str]:
         """The text of each token."""
@@ -112,7 +117,7 @@ class Server(EngineProcess):
             Measurement(
                 seconds,
                 steps=counted(STEPS),
-                request_steps=sum(map(counted, REQUEST_STEPS)),
+                request_steps=counted(REQUEST_STEPS),
                 outputs=[answer.tokens for answer in answers],
                 drafted_nodes=counted(DRAFTED) if report is None else report["drafted_nodes"],
                 report=report,
@@ -134,6 +139,10 @@ class Server(EngineProcess):
                     raise
                 self._chat = False
         return list((await client.post("/tokenize", {"prompt": prompt}))["tokens"])
+
+    async def _lengths(self, prompts: Sequence[str]) -> list[int]:
+        async with Client(self._url) as client:
+            return [len(await self._encode(client, prompt)) for prompt in prompts]
 
     async def _report(self, client: Client) -> dict[str, Any] | None:
         """Medusa's report since the last one, where the method has one."""

@@ -48,8 +48,11 @@ def _serve(commands: Commands, say: Say) -> None:
     say("stage", text="importing vLLM")
     from vllm.entrypoints.cli.main import main
 
-    sys.argv = ["vllm", *serve_arguments(start["engine"], start["port"])]
-    say("result", value=None)
+    from vllm_medusa.host.positions import served_length
+
+    length = served_length(start["engine"]["model"], start["engine"]["max_model_len"])
+    sys.argv = ["vllm", *serve_arguments({**start["engine"], "max_model_len": length}, start["port"])]
+    say("result", value=length)
     main()
 
 

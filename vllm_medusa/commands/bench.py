@@ -44,8 +44,8 @@ def bench(
     ] = False,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per data file; the first ones.")] = 20,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampling; 1: all tokens.")] = 1.0,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=128, help="Most tree nodes per request and step.")
     ] = None,
@@ -74,9 +74,10 @@ def bench(
     from vllm_medusa.bench.picture import check_picture, plot
     from vllm_medusa.bench.progress import BenchProgress
     from vllm_medusa.bench.prompts import read_datasets
-    from vllm_medusa.bench.report import latency_table, memory_line, table, write_json
+    from vllm_medusa.bench.report import latency_table, left_out_line, memory_line, table, write_json
     from vllm_medusa.bench.run import Settings, run_bench
     from vllm_medusa.bench.step_cost import cost_table
+    from vllm_medusa.bench.verdict import verdict
 
     console = Console()
     with readable_errors():
@@ -108,11 +109,13 @@ def bench(
         )
         with BenchProgress(console) as progress:
             results = run_bench(peers, datasets, settings, progress, verbose=verbose)
-        for part in (table(results), latency_table(results), memory_line(results)):
+        teller = "medusa" if "medusa" in learning else next(iter(learning), "")
+        shown = [table(results), left_out_line(results), latency_table(results), memory_line(results)]
+        for part in (*shown, verdict(results, teller)):
             if part is not None:
                 console.print(part)
         if show_cost:
-            console.print(cost_table(results, "medusa" if "medusa" in learning else learning[0]))
+            console.print(cost_table(results, teller))
         if json_file is not None:
             write_json(results, json_file)
         if plot_file is not None:

@@ -31,7 +31,7 @@ def train(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most answer tokens to learn from.")] = 2_000_000,
     held_out: Annotated[int, typer.Option(min=1, help="Prompts kept for calibration, the first ones.")] = 128,
-    num_heads: Annotated[int, typer.Option(min=1, max=32)] = 4,
+    num_heads: Annotated[int, typer.Option(min=1, max=32, help="How many tokens ahead heads guess.")] = 4,
     num_layers: Annotated[
         int | None, typer.Option(min=0, max=16, help="Residual blocks per head. Default: none behind a trunk, else 2.")
     ] = None,
@@ -70,7 +70,7 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the answers.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampled answers, and of training.")] = 0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not compile the model.")] = False,
     verbose: VerboseOption = False,
 ) -> None:

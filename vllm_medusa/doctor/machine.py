@@ -6,7 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+from vllm_medusa.cache_folder import user_cache
 from vllm_medusa.doctor.finding import Finding
+from vllm_medusa.quota import limited_memory, usable_cores, usable_memory
 
 GIB = 2**30
 
@@ -15,7 +17,7 @@ def check_platform() -> Finding:
     """What computes."""
     import torch
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if torch.cuda.is_available():
         detail = f"{torch.cuda.get_device_name()}: trees are served there, but nobody has measured that yet"
         return Finding("platform", "note", detail, "in a clone, make gpu-check and make gpu-e2e show what holds here")
@@ -58,8 +60,13 @@ def check_compiler() -> Finding:
 def check_caches() -> Finding:
     """Folders in which compiled code is kept between starts."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    kernels = (Path(root) if root else Path.home() / ".cache" / "torch_extensions") / "vllm_medusa"
-    models = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm").expanduser()
+    kernels = (Path(root) if root else user_cache() / "torch_extensions") / "vllm_medusa"
+    models = Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"))
+    if str(models).startswith("~"):
+        detail = (
+            f"HOME is not set, and user id {os.getuid()} has no home: vLLM keeps compiled models below {Path.cwd()}"
+        )
+        return Finding("caches", "note", detail, "set HOME to a folder that you may write, and USER to any name")
     for what, folder, variable in (("kernels", kernels, "TORCH_EXTENSIONS_DIR"), ("models", models, "VLLM_CACHE_ROOT")):
         place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -70,13 +77,16 @@ def check_caches() -> Finding:
 
 def check_threads() -> Finding:
     """More threads than cores only wait for each other; and vLLM keeps cores free for itself."""
-    cores = len(os.sched_getaffinity(0))
+    affine, cores = len(os.sched_getaffinity(0)), usable_cores()
     said = os.environ.get("OMP_NUM_THREADS")
     if said is not None and not (said.isdecimal() and int(said) > 0):
         return Finding("threads", "note", f"OMP_NUM_THREADS={said!r} is no number", f"set it to {cores}, or unset it")
     if said is not None and int(said) > cores:
         detail = f"OMP_NUM_THREADS={said}, but this process may use {_cores(cores)}: threads wait for each other"
         return Finding("threads", "note", detail, f"OMP_NUM_THREADS={cores}, or less where others work too")
+    if cores < affine and (said is None or os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "nobind"):
+        detail = f"a quota allows {_cores(cores)} of {affine}, which vLLM does not look at: threads wait for their turn"
+        return Finding("threads", "note", detail, f"VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS={cores}")
     if cores <= 4 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto":
         detail = f"of {_cores(cores)} vLLM keeps one for itself, and computes on {max(cores - 1, 1)}"
         advice = f"VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS={cores} computes on all: measure which is faster"
@@ -86,10 +96,9 @@ def check_threads() -> Finding:
 
 def check_kv_cache() -> Finding:
     """Without a number vLLM 0.32 takes nearly all memory for its cache, and does not start where others use it."""
-    import psutil
-
-    memory = psutil.virtual_memory()
+    memory = usable_memory()
     there = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
+    there += " (a quota)" if limited_memory() is not None else ""
     said = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     half = max(int(memory.available / GIB / 2), 1)
     if not said:

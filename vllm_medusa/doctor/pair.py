@@ -59,11 +59,11 @@ def _check_model(model: str | None, heads: HeadsConfig) -> Finding:
 
 def _known_model() -> str | None:
     """The default model where it lies on this machine already: looking must not fetch."""
-    from vllm_medusa.smollm2 import CACHE_VARIABLE, MODEL_NAME
+    from vllm_medusa.smollm2 import cached_model
 
     if os.environ.get(MODEL_VARIABLE):
         return os.environ[MODEL_VARIABLE]
-    cached = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vllm_medusa").expanduser() / MODEL_NAME
+    cached = cached_model()
     return str(cached) if (cached / "config.json").is_file() else None
 
 

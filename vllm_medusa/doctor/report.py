@@ -7,6 +7,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vllm_medusa.doctor.host_source import check_source
 from vllm_medusa.doctor.pair import check_pair
 from vllm_medusa.doctor.self_check import SUBJECT, run_self_check
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.progress import stage
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     installation.check_versions,
@@ -93,11 +95,11 @@ def _findings(console: Console, questions: Questions) -> Iterator[Finding]:
     fit = True
     for check in CHECKS:
         subject = check.__name__.removeprefix("check_").replace("_", " ")
-        with console.status(f"looking at {subject}"):
+        with stage(console, f"looking at {subject}") if console.is_terminal else nullcontext():
             (done,) = _survive(subject, lambda check=check: [check()])  # type: ignore[misc]
         fit = fit and not (done.state == "bad" and done.subject in _NEEDED)
         yield done
-    with console.status("reading heads"):
+    with stage(console, "reading heads") if console.is_terminal else nullcontext():
         pair = _survive("heads", lambda: check_pair(questions.model, questions.heads))
     yield from pair
     if not questions.self_check:
@@ -107,7 +109,7 @@ def _findings(console: Console, questions: Questions) -> Iterator[Finding]:
         yield Finding(SUBJECT, "note", "left out: it would fail by what is found above", "mend that first")
         return
     asked = (questions.model, questions.heads) if questions.model and questions.heads else (None, None)
-    with console.status("serving a tiny model, plain and with trees"):
+    with stage(console, "serving a tiny model, plain and with trees"):
         tried = _survive(SUBJECT, lambda: run_self_check(questions.seconds, *asked))
     yield from tried
 

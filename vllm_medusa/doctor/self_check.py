@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.doctor.finding import Finding
+from vllm_medusa.quota import usable_cores
 
 SUBJECT = "self-check"
 _REPORT = "send this report, with what vLLM logs under VLLM_LOGGING_LEVEL=DEBUG, to where you got vllm-medusa"
@@ -81,7 +82,7 @@ def _run_child(folder: Path, seconds: float) -> tuple[int | None, str]:
     command = [sys.executable, "-m", "vllm_medusa.doctor.child", str(folder)]
     with open(folder / "log", "w+", encoding="utf-8", errors="replace") as log:
         child = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | _ENVIRONMENT,
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_threads() | os.environ | _ENVIRONMENT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -93,6 +94,11 @@ def _run_child(folder: Path, seconds: float) -> tuple[int | None, str]:
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
     return ended, lines[-1] if lines else ""
+
+
+def _threads() -> dict[str, str]:
+    """As many as may run, unless the user says a number."""
+    return {"OMP_NUM_THREADS": str(usable_cores())}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def locate_target(model: str) -> Path:
         MedusaError: neither a folder nor a repository that can be reached.
     """
     folder = _locate(model, _TARGET_FILES, "the folder of a Hugging Face model")
-    if any(folder.glob("*.safetensors")) or Path(model).expanduser().is_dir():
+    if any(folder.glob("*.safetensors")) or os.path.isdir(os.path.expanduser(model)):
         return folder
     return _locate(model, (*_TARGET_FILES, "*.bin"), "the folder of a Hugging Face model")
 

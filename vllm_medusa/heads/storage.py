@@ -27,6 +27,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RANK = re.compile(r"rank\d+\.safetensors")
 # Names the file of each tensor where weights are split.
 _INDEX = "model.safetensors.index.json"
+# Modules that hold another one: DataParallel's, torch.compile's, FSDP's, activation checkpointing's.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _SCALES = ("_scale", "s_scaling_factor")
 
 
@@ -89,13 +91,41 @@ def open_weights(folder: Path) -> Weights:
             _check_file(file)
         if files and pattern == "*.safetensors":
             _check_index(folder)
-        if files and pattern.endswith(".safetensors"):
-            return _open_safetensors(files)
         if files:
-            return _open_pickles(files)
+            return _unwrapped(_open_safetensors(files) if pattern.endswith(".safetensors") else _open_pickles(files))
     raise MedusaError.of(
         "heads", str(folder), "holds no weights; a folder of heads has config.json and model.safetensors"
     )
+
+
+def _unwrapped(weights: Weights) -> Weights:
+    """The same under the names that the modules have by themselves, without those of what they were saved in."""
+    stored: dict[str, str] = {}
+    for name in weights.shapes:
+        plain = plain_name(name)
+        if plain in stored:
+            fix = f"{stored[plain]} is in {weights.files[stored[plain]].name} too: the same tensor twice; keep one"
+            raise MedusaError.of(f"{weights.files[name]}: tensor", name, fix)
+        stored[plain] = name
+    if all(plain == name for plain, name in stored.items()):
+        return weights
+    return Weights(
+        {plain: weights.shapes[name] for plain, name in stored.items()},
+        {plain: weights.files[name] for plain, name in stored.items()},
+        lambda plain: weights._read(stored[plain]),
+    )
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without the modules that trainers put around others, in any order and anywhere.
+
+    >>> plain_name("module._orig_mod.medusa_head.0.0.linear.weight")  # data parallel, compiled
+    'medusa_head.0.0.linear.weight'
+    >>> plain_name("base_model.model.medusa_head.modules_to_save.default.0.1.weight")  # PEFT
+    'medusa_head.0.1.weight'
+    """
+    parts = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return parts.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
 
 
 def _open_safetensors(files: list[Path]) -> Weights:

@@ -148,6 +148,7 @@ SCHEDULER_CONTRACT = (
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output", ("request", "new_token_ids")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", ("spec_decoding_stats",)),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ("spec_decoding_stats",)),
+    Symbol("vllm.v1.metrics.stats", "RequestSpecDecodeMetrics", ("histogram", "per_step_accepted")),
     Symbol(
         "vllm.v1.structured_output",
         "StructuredOutputManager.grammar_bitmask",

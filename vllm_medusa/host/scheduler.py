@@ -26,7 +26,7 @@ from vllm_medusa.host.grammar import (
     prune,
 )
 from vllm_medusa.host.metrics.figures import FIGURES, Outbox
-from vllm_medusa.host.metrics.stats import leave_out, with_figures
+from vllm_medusa.host.metrics.stats import leave_out, leave_out_of_request, with_figures
 from vllm_medusa.host.step_size import even_out
 
 WIDTHS = "medusa_widths"  # on a ModelRunnerOutput: nodes of each request by the number of requests, from now on
@@ -141,8 +141,11 @@ class MedusaScheduler(Scheduler):
         """The host appends tokens up to the request's end; what was accepted behind it counts as accepted no longer."""
         accepted = len(new_token_ids) - 1
         emitted, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        if self._host_stats is not None and len(emitted) < accepted:
-            leave_out(self._host_stats, len(emitted), accepted)
+        if len(emitted) < accepted:
+            if self._host_stats is not None:
+                leave_out(self._host_stats, len(emitted), accepted)
+            if getattr(request, "spec_decode_metrics", None) is not None:
+                leave_out_of_request(request.spec_decode_metrics, len(emitted), accepted)
         return emitted, stopped
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:

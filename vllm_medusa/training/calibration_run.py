@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,10 @@ from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import locate_heads, locate_target
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.training.bars import bar
+from vllm_medusa.progress import stage
 from vllm_medusa.training.calibrate import measure, reliability
 from vllm_medusa.training.calibration_report import CalibrationReport
-from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, record_answers
+from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, fit_to_model, record_answers
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.prompts import read_prompts, render_prompts
 from vllm_medusa.training.replay import replay_guesses
@@ -72,12 +72,13 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
     console = console or Console(quiet=True)
     folder, model = locate_heads(options.heads), str(locate_target(options.model))
     heads = _bound(folder, model)
+    options = replace(options, answers=fit_to_model(model, options.answers))
     if not os.access(folder / "config.json", os.W_OK):
         raise MedusaError.of("heads", str(folder), "its config.json cannot be written; copy the folder first")
     prompts = list(dict.fromkeys(read_prompts(options.prompts)))[: options.num_prompts]
     with _work(options, model, prompts) as work:
         rows, step_cost = _answer(model, prompts, work, options, console)
-        with console.status("calibrating"):
+        with stage(console, "calibrating"):
             report = _report(heads, rows, folder, model, step_cost, options)
     save_calibration(folder, report.calibration, heads.config)
     return report
@@ -110,15 +111,13 @@ def _answer(
 ) -> tuple[HiddenRows, dict[int, float]]:
     """The rows of the target's greedy answers, and seconds by tokens in a step."""
     ids, answers = render_prompts(model, prompts), options.answers
-    with AnsweringEngine(model, answers) as engine:
-        with bar(console, "answering") as (bars, task):
-            bars.update(task, total=len(prompts))
-            shards = record_answers(
-                ids, work, answers, engine, on_progress=lambda done, _: bars.update(task, completed=done)
-            )
+    with AnsweringEngine(model, answers, console) as engine:
+        with stage(console, "answering prompts") as now:
+            now.update(done=0, total=len(prompts))
+            shards = record_answers(ids, work, answers, engine, on_progress=lambda done, _: now.update(done=done))
         times: list[float] = []
         if options.measure_cost:
-            with console.status("timing steps"):
+            with stage(console, "timing steps"):
                 times = engine.llm.collective_rpc("time_steps", kwargs={"sizes": list(STEP_SIZES)})[0]
     return HiddenRows.open(shards), dict(zip(STEP_SIZES, times, strict=False))
 

@@ -10,12 +10,16 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.progress import stage
+from vllm_medusa.quota import usable_cores
 from vllm_medusa.training.hidden import HiddenRows
 
 RECORDER = "vllm_medusa.host.recording.RecordingWorker"
@@ -86,6 +90,21 @@ def record_answers(
     return done
 
 
+def fit_to_model(model: str, options: AnswerOptions) -> AnswerOptions:
+    """The same options, with no longer texts than the model takes, of which an answer may be half.
+
+    Args:
+        model: folder of the target.
+        options: see AnswerOptions.
+    """
+    if not (Path(model) / "config.json").is_file():
+        return options  # nothing that vLLM could start; it says so itself when it is asked
+    from vllm_medusa.host.positions import served_length
+
+    length = served_length(model, options.max_model_len)
+    return replace(options, max_model_len=length, max_new_tokens=min(options.max_new_tokens, length // 2))
+
+
 def leaves_room(ids: list[int], options: AnswerOptions) -> bool:
     """Whether an answer fits behind a prompt."""
     return len(ids) + options.max_new_tokens <= options.max_model_len
@@ -100,8 +119,10 @@ def read_facts(shard: Path) -> dict[str, Any]:
 class AnsweringEngine:
     """The target in vLLM with our recording worker: started by the first answer it is asked for, stopped on exit."""
 
-    def __init__(self, model: str, options: AnswerOptions) -> None:
+    def __init__(self, model: str, options: AnswerOptions, console: Console | None = None) -> None:
+        """`console`: where it is told that vLLM starts; None: nowhere."""
         self._model, self._options = model, options
+        self._console = console or Console(quiet=True)
         self._llm: Any = None
 
     def __enter__(self) -> "AnsweringEngine":
@@ -119,22 +140,28 @@ class AnsweringEngine:
             # Settings vLLM reads from the environment only. The user's own values win.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-            from vllm import LLM
-
-            self._llm = LLM(
-                model=self._model,
-                dtype=self._options.dtype,
-                max_model_len=self._options.max_model_len,
-                max_num_seqs=self._options.batch_size,
-                enforce_eager=self._options.enforce_eager,
-                enable_prefix_caching=False,
-                async_scheduling=False,
-                seed=self._options.seed,
-                worker_cls=RECORDER,
-            )
+            compiles = "" if self._options.enforce_eager else ", which compiles the model"
+            with stage(self._console, f"starting vLLM{compiles}"):
+                self._llm = self._start()
             self._llm.collective_rpc("end_with", args=(os.getpid(),))
         return self._llm
+
+    def _start(self) -> Any:
+        from vllm import LLM
+
+        return LLM(
+            model=self._model,
+            dtype=self._options.dtype,
+            max_model_len=self._options.max_model_len,
+            max_num_seqs=self._options.batch_size,
+            enforce_eager=self._options.enforce_eager,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            seed=self._options.seed,
+            worker_cls=RECORDER,
+        )
 
 
 def _record_shard(

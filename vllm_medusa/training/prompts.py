@@ -1,11 +1,11 @@
 """What the target is asked: prompts in its chat template, or the beginnings of plain documents."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.errors import MedusaError
+from vllm_medusa.json_lines import read_json_lines
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -48,19 +48,13 @@ def _tokenizer(model: str) -> Any:
 def _read_lines(path: Path, key: str, pick: Callable[[Any], Any]) -> list[str]:
     wanted = '"prompt", or with "turns" that is not empty' if key == "prompts" else '"text"'
     found = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise MedusaError.of(key, str(path), f"cannot be read ({error}); give a JSON-lines file") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for place, row in read_json_lines(path, key):
         try:
-            text = pick(json.loads(line))
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise MedusaError.of(key, f"{path}:{number}", f"each line must be a JSON object with {wanted}") from error
+            text = pick(row)
+        except (KeyError, TypeError, IndexError) as error:
+            raise MedusaError.of(key, place, f"each line must be a JSON object with {wanted}") from error
         if not isinstance(text, str) or not text:
-            raise MedusaError.of(key, f"{path}:{number}", "it must be a string that is not empty")
+            raise MedusaError.of(key, place, "it must be a string that is not empty")
         found.append(text)
     if not found:
         raise MedusaError.of(key, str(path), "the file holds no prompt; give at least one line")

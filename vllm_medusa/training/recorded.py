@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.training.bars import bar
+from vllm_medusa.progress import stage
 from vllm_medusa.training.data import AnsweringEngine, leaves_room, read_facts, record_answers
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.options import TrainOptions
@@ -35,17 +35,17 @@ def record(options: TrainOptions, console: Console) -> Recorded:
     source, given = _questions(options)
     folder, answers = options.rows_folder, options.answers
     _check_recipe(folder, options, given)
-    with AnsweringEngine(options.model, answers) as engine:
+    with AnsweringEngine(options.model, answers, console) as engine:
         prompts = given
         if options.self_prompts:
-            with bar(console, "inventing prompts") as (bars, task):
+            with stage(console, "inventing prompts") as now:
                 invented = invent_prompts(
                     options.model,
                     options.self_prompts,
                     folder / "prompts",
                     answers,
                     engine,
-                    lambda done, wanted: bars.update(task, completed=done, total=wanted),
+                    lambda done, wanted: now.update(done=done, total=wanted),
                 )
             prompts = list(dict.fromkeys([*given, *invented]))
         tests = {file.stem: read_prompts(file)[: options.evaluate_prompts] for file in options.evaluate}
@@ -61,24 +61,23 @@ def record(options: TrainOptions, console: Console) -> Recorded:
             ids = render_texts(options.model, prompts, options.text_tokens)
         held, rest = ids[: options.held_out], ids[options.held_out :]
         greedy = replace(answers, temperatures=(0.0,))
-        held_shards = record_answers(held, folder / "heldout", greedy, engine)
+        with stage(console, "answering held-out prompts"):
+            held_shards = record_answers(held, folder / "heldout", greedy, engine)
         short = replace(greedy, max_new_tokens=options.evaluate_tokens)
-        evaluated = {
-            name: record_answers(
-                render_prompts(options.model, chosen), folder / f"{name}-{options.evaluate_prompts}", short, engine
-            )
-            for name, chosen in tests.items()
-        }
-        with bar(console, "answering") as (bars, task):
+        evaluated = {}
+        for name, chosen in tests.items():
+            with stage(console, f"answering {name}"):
+                asked_of = render_prompts(options.model, chosen)
+                evaluated[name] = record_answers(asked_of, folder / f"{name}-{options.evaluate_prompts}", short, engine)
+        with stage(console, "answering, in tokens") as now:
+            now.update(done=0, total=options.max_tokens)
             shards = record_answers(
                 rest,
                 folder / "answers",
                 answers,
                 engine,
                 max_tokens=options.max_tokens,
-                on_progress=lambda _, tokens: bars.update(
-                    task, completed=min(tokens, options.max_tokens), total=options.max_tokens
-                ),
+                on_progress=lambda _, tokens: now.update(done=min(tokens, options.max_tokens)),
             )
     done = [read_facts(shard) for shard in shards]
     tokens = {

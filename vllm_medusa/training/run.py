@@ -1,5 +1,6 @@
 """From prompts to heads: the target answers, its hidden rows are kept, heads learn from them and are calibrated."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import is_hub_id, locate_target
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.training.bars import bar
+from vllm_medusa.progress import Stage, stage
+from vllm_medusa.quota import usable_cores
 from vllm_medusa.training.calibrate import calibrate
 from vllm_medusa.training.card import model_card
+from vllm_medusa.training.data import fit_to_model
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.loop import choose_draft_vocab, start_trunk, train_heads
 from vllm_medusa.training.options import TrainOptions
@@ -46,9 +49,10 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
         MedusaError: prompts, a model or a work folder that cannot serve.
     """
     console = console or Console(quiet=True)
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     folder = locate_target(options.model)
     name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
-    options = replace(options, model=str(folder), base_model=name)
+    options = replace(options, model=str(folder), base_model=name, answers=fit_to_model(str(folder), options.answers))
     unembedding, embedding = read_target(folder)
     config = heads_config(options, *unembedding.shape)  # before an hour of answering
     recorded = record(options, console)
@@ -58,7 +62,7 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
     if heads.token_map is not None:
         known = np.isin(recorded.held.tokens, heads.token_map.cpu().numpy())
         facts["draft_vocab_coverage"] = round(float(known.mean()), 5)
-    with console.status("calibrating"):
+    with stage(console, "calibrating"):
         notes = options.notes.read_text(encoding="utf-8") if options.notes is not None else ""
         replayed = {"held-out prompts": recorded.held, **recorded.evaluated}
         finish(heads, recorded.held, replayed, facts, options.out, notes)
@@ -88,25 +92,20 @@ def learn(
     snapshots = Snapshots(options.rows_folder / f"run-{name}.pt")
     teacher = None
     if options.loop.loss != "ce":
-        with bar(console, "asking the target") as (bars, task):
+        with stage(console, "asking the target for its distributions") as now:
             teacher = make_teacher(
                 unembedding.to(_device(), torch.bfloat16),
                 heads.token_map,
                 rows,
                 options.rows_folder,
-                lambda done, total: bars.update(task, completed=done, total=total),
+                lambda done, total: now.update(done=done, total=total),
             )
-    with bar(console, "training") as (bars, task):
+    with stage(console, "training") as now:
         learnt = train_heads(
             heads,
             rows,
             options.loop,
-            lambda now: bars.update(
-                task,
-                completed=now.step,
-                total=now.steps,
-                description=f"training, loss {' '.join(f'{loss:.2f}' for loss in now.losses)}",
-            ),
+            lambda state: _tell(now, state.step, state.steps, state.losses),
             teacher=teacher,
             snapshots=snapshots,
         )
@@ -116,6 +115,11 @@ def learn(
         "threads": torch.get_num_threads(),
         "final_losses": [round(loss, 4) for loss in learnt.losses],
     }, snapshots
+
+
+def _tell(now: Stage, step: int, steps: int, losses: Sequence[float]) -> None:
+    now.name = f"training, loss {' '.join(f'{loss:.2f}' for loss in losses)}"
+    now.update(done=step, total=steps)
 
 
 def heads_config(options: TrainOptions, vocab_size: int, hidden_size: int) -> HeadsConfig:

@@ -22,6 +22,7 @@ Text = tuple[str, npt.NDArray[np.integer[Any]], int]
 
 LONGEST = 16  # matches are told apart up to this length, in tokens
 REACH = 65_536  # tokens back that a match is looked for
+PART = 8192  # tokens that are compared at once where nothing is compiled
 MEMORY = 4096  # matches of a length after which old ones begin to fade
 CATCH_UP = 64  # tokens that are followed one by one; after a longer break the match is looked for anew
 
@@ -82,7 +83,7 @@ class Lookups:
                 match = self._matches[request] = np.array([-1, 0, 0])
             tokens, odds = expected.tokens[row], expected.odds[row]
             if library is None:
-                _follow(text[:length].tolist(), match, tally, tokens, odds)
+                _follow(text[:length], match, tally, tokens, odds)
                 continue
             text = np.ascontiguousarray(text[:length], dtype=np.int32)
             library.medusa_follow(
@@ -104,7 +105,9 @@ class Lookups:
         return len(self._matches)
 
 
-def _follow(text: list[int], match: Ints, tally: npt.NDArray[np.float64], tokens: Ints, odds: Floats) -> None:
+def _follow(
+    text: npt.NDArray[np.integer[Any]], match: Ints, tally: npt.NDArray[np.float64], tokens: Ints, odds: Floats
+) -> None:
     """Read the tokens since the last call, count whether the match foretold them, move or replace it, and go on."""
     source, same, known = (int(value) for value in match)
     length = len(text)
@@ -129,17 +132,24 @@ def _follow(text: list[int], match: Ints, tally: npt.NDArray[np.float64], tokens
         odds[step] = hits / tries
 
 
-def _longest(text: list[int], length: int) -> tuple[int, int]:
-    """Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens."""
-    best, source, last = 0, -1, length - 1
-    for place in range(last - 1, max(last - 1 - REACH, -1), -1):
-        if text[place] != text[last]:
-            continue
-        same = 1
-        while same < LONGEST and same <= place and text[place - same] == text[last - same]:
+def _longest(text: npt.NDArray[np.integer[Any]], length: int) -> tuple[int, int]:
+    """Where the longest earlier copy of the text's end goes on (of equals the latest), and its length in tokens.
+
+    A part of the text at a time, the latest first: all places at which the last token stood before, then those of them
+    where the token before it is right too, and so on. So Python's own steps are few, also where a text repeats itself.
+    """
+    last, best, source = length - 1, 0, -1
+    oldest = max(last - REACH, 0)
+    for end in range(last, oldest, -PART):
+        begin = max(end - PART, oldest)
+        places = np.flatnonzero(text[begin:end] == text[last]) + begin
+        same = 0
+        while len(places):
             same += 1
-        if same > best:
-            best, source = same, place + 1
-            if best == LONGEST:
-                break
+            if same > best:
+                best, source = same, int(places[-1]) + 1
+            if same == LONGEST:
+                return source, best
+            places = places[places >= same]
+            places = places[text[places - same] == text[last - same]]
     return source, best

@@ -11,6 +11,9 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 from vllm_medusa.host.metrics.figures import Counts, Learnt
 from vllm_medusa.host.metrics.prometheus import rank_label, stage_seconds
 from vllm_medusa.host.metrics.stats import MedusaStats
+from vllm_medusa.row_cost import row_cost
+
+HARDLY_ANY = 0.25  # nodes per request and step: tries now and then, no more
 
 logger = init_logger("vllm.medusa.metrics")
 
@@ -63,6 +66,10 @@ def describe(counts: Counts, learnt: Learnt | None) -> str:
     if learnt is not None:
         times = _table((size, f"{1e3 * seconds:.1f}") for size, seconds in sorted(learnt.step_seconds.items()))
         parts += [f"Promises kept: {100 * learnt.trust:.0f}%", f"Milliseconds by tokens in a step: {times}"]
+        if cost := row_cost(learnt.step_seconds):
+            share = f"{100 * cost.share:.0f}% of a step"
+            pays = counts.num_drafted >= HARDLY_ANY * steps
+            parts.append(f"A row more: {share}" if pays else f"Trees do not pay now: each row more takes {share}")
     return ", ".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -32,3 +33,11 @@ def leave_out(stats: SpecDecodingStats, emitted: int, accepted: int) -> None:
     stats.num_accepted_tokens -= accepted - emitted
     for position in range(emitted, accepted):
         stats.num_accepted_tokens_per_pos[position] -= 1
+
+
+def leave_out_of_request(metrics: Any, emitted: int, accepted: int) -> None:
+    """The same in the host's counts of one request (`--per-request-spec-decode-metrics`), of its latest step."""
+    metrics.histogram[accepted] -= 1
+    metrics.histogram[emitted] += 1
+    if metrics.per_step_accepted:
+        metrics.per_step_accepted[-1] = emitted
