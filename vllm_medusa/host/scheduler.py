@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.config import SETTINGS_KEY
 from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
+from vllm_medusa.host.draft_room import DraftRoom
 from vllm_medusa.host.grammar import (
     EVERY_TOKEN,
     KEPT,
@@ -54,6 +55,7 @@ class MedusaScheduler(Scheduler):
         # seen the plan already.
         adaptive = bool(self.vllm_config.additional_config[SETTINGS_KEY]["adaptive"])
         self._evens_out = adaptive and not self.vllm_config.use_v2_model_runner and self.connector is None
+        self._draft_room = DraftRoom(self)
         self._outbox = Outbox()
         self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
@@ -104,8 +106,10 @@ class MedusaScheduler(Scheduler):
         super().update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), scheduler_output)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's plan of a step, with the pruned trees the worker has to know of."""
+        """The host's plan of a step, in which drafts come last, with the pruned trees the worker has to know of."""
+        self._draft_room.cut_drafts()
         output = super().schedule(*args, **kwargs)
+        self._draft_room.look_at(output)
         if self._grammar_trees:
             for name in output.finished_req_ids:
                 self._grammar_trees.pop(name, None)
