@@ -100,6 +100,8 @@ class Settings(BaseModel):
         draft_sample_method: "greedy" drafts the heads' likeliest tokens; "probabilistic" draws those of sampled
             requests, in a tree whose shape is fixed.
         prompt_lookup: trees that are grown also hold what the request's own text expects next.
+        widths: nodes by the number of requests, where the user says so and the host does not know: first and last
+            number, nodes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -112,6 +114,7 @@ class Settings(BaseModel):
     draft_vocab: bool = True
     draft_sample_method: SampleMethod = "greedy"
     prompt_lookup: bool = True
+    widths: list[tuple[int, int, int]] | None = None
 
     @property
     def fixed_tree(self) -> Tree | None:

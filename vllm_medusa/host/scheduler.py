@@ -12,6 +12,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.config import SETTINGS_KEY
@@ -45,6 +46,10 @@ class MedusaScheduler(Scheduler):
         """Build the host's scheduler and take over the masks of trees."""
         super().__init__(*args, **kwargs)
         self.dynamic_sd_lookup: list[int] | None
+        settings = self.vllm_config.additional_config[SETTINGS_KEY]
+        if settings["widths"] is not None:
+            most, nodes = self.scheduler_config.max_num_seqs, self.num_spec_tokens
+            self.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(settings["widths"], most, nodes)
         if self.dynamic_sd_lookup is None:
             # A new request with one token left would get as many drafts of -1 as a tree may have nodes, so that steps
             # keep the shape of a captured CUDA graph. Ours have any shape; and with a tree larger than
@@ -53,7 +58,7 @@ class MedusaScheduler(Scheduler):
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         # Without `adaptive` a tree is what the user says, and Model Runner V2 drafts widths of its own; a connector has
         # seen the plan already.
-        adaptive = bool(self.vllm_config.additional_config[SETTINGS_KEY]["adaptive"])
+        adaptive = bool(settings["adaptive"])
         self._evens_out = adaptive and not self.vllm_config.use_v2_model_runner and self.connector is None
         self._draft_room = DraftRoom(self)
         self._outbox = Outbox()
