@@ -23,6 +23,7 @@ from tiny_models import MODELS, save
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.host.commit import TreeKeyValues
 from vllm_medusa.host.draft_room import DraftRoom
+from vllm_medusa.host.metrics.figures import Outbox
 from vllm_medusa.host.v1.drafting import Drafting
 from vllm_medusa.proposer import _matrices
 from vllm_medusa.tree.growth import grow_static
@@ -30,6 +31,7 @@ from vllm_medusa.tree.growth import grow_static
 SEATS = 8  # of the engines; a schedule may set fewer
 BLOCKS = 160
 TIE = 1e-4  # logits are up to 50 and rounded to 4e-6, several times; in 120,000 tokens one pair was 3e-6 apart
+IMPOSSIBLE = 1e-9  # the chance of a token that was drawn: in a million draws of 160 tokens not once in ten
 # Sessions, which tests of their own look at: here once they are served right.
 WITH_TALKS = bool(os.environ.get("MEDUSA_FUZZ_SESSIONS"))
 OPTIONS: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": BLOCK, "max_num_seqs": SEATS}
@@ -56,6 +58,7 @@ class World:
         self.truths: dict[Any, list[int]] = {}
         self.running: dict[str, Running] = {}
         self.heard: list[Any] = []  # by sessions
+        self.sizes: list[tuple[int, int]] = []  # of steps: their tokens, drafted ones among them
         self.found: Violation | None = None
         self._start_trees()
 
@@ -187,6 +190,8 @@ class World:
             (self.scheduler, "_evens_out", schedule.adaptive),
             (self.scheduler, "_draft_room", DraftRoom(self.scheduler)),
             (self.scheduler, "log_stats", schedule.statistics),
+            (self.scheduler, "_outbox", Outbox()),
+            (runner, "_learnt_due", 0.0),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -337,13 +342,17 @@ class World:
         ends = [place for place, token in enumerate(said) if token in stops and place >= least]
         if (ends and ends[0] != len(said) - 1) or (not ends and len(said) != most) or len(said) > most:
             raise Violation("tokens", f"request {entry.ask.number} of {most} tokens at most ends so: {said}")
-        if "top_k" not in sampling or len(said) < 2:
+        if not set(sampling) <= _SAYS_ARGMAX | {"seed", "top_k", "top_p"}:
             return
         for at in {0, len(said) // 2, len(said) - 1}:
-            scores = self.cached.logits([*entry.ask.prompt, *said[:at]])
+            scores = self.cached.logits([*entry.ask.prompt, *said[:at]]) / sampling["temperature"]
             better = int((scores > scores[said[at]] + TIE).sum())
-            if better >= sampling["top_k"]:
-                raise Violation("tokens", f"request {entry.ask.number}: {better} tokens are likelier than {said[at]}")
+            chance = float(scores.softmax(dim=-1)[said[at]])
+            if better >= sampling.get("top_k", len(scores)) or chance < IMPOSSIBLE:
+                raise Violation(
+                    "tokens",
+                    f"request {entry.ask.number}: {said[at]} at {at}, chance {chance:.1g}, {better} are likelier",
+                )
 
     def _limited(self, entry: Running) -> list[int]:
         """A list as long as the answer may be."""
@@ -401,6 +410,8 @@ class World:
         if len(runner.book) or self.scheduler._grammar_trees:
             kept = [*runner.book._drafts, *self.scheduler._grammar_trees]
             raise Violation("stale tree", f"{sorted(kept)} are kept")
+        if len(runner.drafting.lookups):
+            raise Violation("stale text", f"{len(runner.drafting.lookups)} texts are kept")
         if runner.requests or runner.input_batch.num_reqs or self.scheduler.requests:
             raise Violation("left over", f"{sorted(runner.requests)} {sorted(self.scheduler.requests)}")
         self._look_at_heads()
@@ -446,6 +457,8 @@ class World:
             waiting = {name: list(r.spec_token_ids) for name, r in scheduler.requests.items() if r.spec_token_ids}
             output = type(scheduler).schedule(scheduler, *args, **kwargs)
             self.clock.step_of(output.total_num_scheduled_tokens)
+            drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+            self.sizes.append((output.total_num_scheduled_tokens, drafted))
             totals.preemptions += len(output.preempted_req_ids or ())
             for name, tokens in output.scheduled_spec_decode_tokens.items():
                 totals.padded_drafts += tokens[:1] == [-1]
@@ -454,7 +467,15 @@ class World:
             totals.prompt_pieces += sum(request.is_prefill_chunk for request in scheduler.running)
             return output
 
-        scheduler.schedule = schedule
+        def make_stats(*args: Any, **kwargs: Any) -> Any:
+            stats = type(scheduler).make_stats(scheduler, *args, **kwargs)
+            drafts = stats.spec_decoding_stats if stats is not None else None
+            if drafts is not None:  # counted for the schedule's trees, and shown for the engine's
+                drafts.num_accepted_tokens_per_pos += [0] * (MAX_NODES - len(drafts.num_accepted_tokens_per_pos))
+                totals.reports += getattr(drafts, "figures", None) is not None
+            return stats
+
+        scheduler.schedule, scheduler.make_stats = schedule, make_stats
 
 
 _SAYS_ARGMAX = {"temperature", "ignore_eos"}

@@ -76,7 +76,7 @@ def refuse_without_effect(given: Mapping[str, Any], tensor_parallel_size: int) -
         MedusaError: by the name of the key.
     """
     usual = {
-        field.name: field.default_factory() if field.default_factory is not MISSING else field.default  # type: ignore[misc]
+        field.name: field.default_factory() if field.default_factory is not MISSING else field.default
         for field in fields(SpeculativeConfig)
     }
     for key, value in given.items():
