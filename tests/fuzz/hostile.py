@@ -58,6 +58,8 @@ class World:
         self.truths: dict[Any, list[int]] = {}
         self.running: dict[str, Running] = {}
         self.heard: list[Any] = []  # by sessions
+        self.spoilt = False
+        self.planted = True  # true continuations are, on whole trees
         self.sizes: list[tuple[int, int]] = []  # of steps: their tokens, drafted ones among them
         self.found: Violation | None = None
         self._start_trees()
@@ -118,6 +120,11 @@ class World:
         if self.broken:
             self._start_trees()
         self.ask_plain(schedule.asks)
+        if self.spoilt:
+            self.trees.runner.drafter.load_again()
+            self.spoilt = False
+        if self.scheduler.has_requests():  # that ended, of which the worker has not heard
+            self.engine.step()
         torch.manual_seed(schedule.seed)  # of requests without a seed, and of vLLM's own draws
         with ExitStack() as stack:
             self._limit(schedule, stack)
@@ -195,6 +202,8 @@ class World:
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+        if schedule.crowded:
+            self.scheduler._draft_room.cut_drafts = lambda: None
         for owner, name in ((runner, "drafting"), (runner, "book")):
             stack.callback(setattr, owner, name, getattr(owner, name))
         runner.drafting = drafting = Drafting(runner, drafter)
@@ -213,6 +222,7 @@ class World:
                 stack.callback(setattr, owner, name, getattr(owner, name))
             sampler.judge_proposals()
         self.totals.adaptive += schedule.adaptive
+        self.planted = schedule.source == "script" and not schedule.adaptive
 
     def _flush(self) -> None:
         """Running requests are preempted, the prefix cache is dropped."""
@@ -318,6 +328,9 @@ class World:
         said = list(output.outputs[0].token_ids)
         self.totals.tokens += len(said) - len(entry.seen)
         self.totals.request_steps += 1
+        if self.planted:
+            self.totals.planted_tokens += len(said) - len(entry.seen)
+            self.totals.planted_steps += 1
         entry.seen = said
         if entry.free:
             if output.finished:
@@ -344,15 +357,14 @@ class World:
             raise Violation("tokens", f"request {entry.ask.number} of {most} tokens at most ends so: {said}")
         if not set(sampling) <= _SAYS_ARGMAX | {"seed", "top_k", "top_p"}:
             return
-        for at in {0, len(said) // 2, len(said) - 1}:
-            scores = self.cached.logits([*entry.ask.prompt, *said[:at]]) / sampling["temperature"]
-            better = int((scores > scores[said[at]] + TIE).sum())
-            chance = float(scores.softmax(dim=-1)[said[at]])
-            if better >= sampling.get("top_k", len(scores)) or chance < IMPOSSIBLE:
-                raise Violation(
-                    "tokens",
-                    f"request {entry.ask.number}: {said[at]} at {at}, chance {chance:.1g}, {better} are likelier",
-                )
+        scores = self.cached.all_logits([*entry.ask.prompt, *said])[len(entry.ask.prompt) - 1 : -1]
+        scores = scores / sampling["temperature"]
+        own = scores.gather(1, torch.tensor(said)[:, None])
+        better, chances = (scores > own + TIE).sum(dim=1), scores.softmax(dim=-1).gather(1, torch.tensor(said)[:, None])
+        for at, token in enumerate(said):
+            if better[at] >= sampling.get("top_k", scores.shape[1]) or chances[at] < IMPOSSIBLE:
+                chance = f"chance {float(chances[at]):.1g}, {int(better[at])} are likelier"
+                raise Violation("tokens", f"request {entry.ask.number}: {token} at {at}: {chance}")
 
     def _limited(self, entry: Running) -> list[int]:
         """A list as long as the answer may be."""
@@ -435,6 +447,7 @@ class World:
 
     def _recover(self) -> None:
         """Bring the engine back after a violation, or say that it is broken."""
+        self.spoilt = True  # perhaps the heads, which a schedule puts to sleep
         self.trees.runner.__dict__.pop("_draft", None)
         try:
             self.engine.abort_request([name for name, entry in self.running.items() if not entry.done], internal=True)

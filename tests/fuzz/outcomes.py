@@ -25,6 +25,8 @@ class Totals:
     steps: int = 0
     tokens: int = 0
     request_steps: int = 0
+    planted_tokens: int = 0
+    planted_steps: int = 0
     preemptions: int = 0
     flushes: int = 0
     cached_tokens: int = 0

@@ -103,6 +103,7 @@ class Schedule:
         lookup: the requests' own texts are asked; not by a script.
         drawn: candidates of sampled requests are drawn from the heads; not by a script.
         statistics: figures are gathered and reported.
+        crowded: drafts are not cut before a step is planned, so that requests wait with theirs, as vLLM has it.
         clock: milliseconds of a step, and of each token in it.
         reloads: steps before which weights are loaded again.
         sleeps: steps before which the engine sleeps and wakes up, and how deeply.
@@ -130,6 +131,7 @@ class Schedule:
     lookup: bool = False
     drawn: bool = False
     statistics: bool = False
+    crowded: bool = False
     clock: tuple[float, float] = (10.0, 0.1)
     reloads: list[int] = field(default_factory=list)
     sleeps: list[tuple[int, int]] = field(default_factory=list)
@@ -163,7 +165,7 @@ class Schedule:
         """A measure of how much there is to look at."""
         usual = type(self)(self.seed, self.model, [])
         names = ("piece", "max_len", "spare_blocks", "budget", "by_priority", "fresh", "misses", "rewrites")
-        names += ("source", "adaptive", "lookup", "drawn", "statistics", "clock")
+        names += ("source", "adaptive", "lookup", "drawn", "statistics", "crowded", "clock")
         unusual = sum(getattr(self, name) != getattr(usual, name) for name in names) + self.padding + len(self.flushes)
         unusual += len(self.reloads) + len(self.sleeps) + sum(8 * len(talk.turns) for talk in self.talks)
         asked = sum(4 + len(ask.prompt) + ask.max_tokens + ask.arrives + (ask.aborted is not None) for ask in self.asks)
@@ -207,7 +209,17 @@ def draw(seed: int, models: Sequence[str], answer: Answer) -> Schedule:
     asks: list[Ask] = []
     for number in range(int(rng.integers(2, 13))):
         asks.append(_ask(rng, number, bases, asks, max_len, answer, schedule.model))
-    return replace(schedule, asks=asks, **_ways(np.random.default_rng([22, seed]), max_len))
+    ways = np.random.default_rng([22, seed])
+    schedule = replace(schedule, asks=asks, **_ways(ways, max_len))
+    if schedule.drawn:  # from which only those that are sampled have anything
+        sampled = {"temperature": 1.0, "ignore_eos": True}
+        asks = [
+            replace(ask, sampling={**sampled, "seed": int(ways.integers(0, 2**31))})
+            if ask.sampling in ({"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": True}) and ways.random() < 0.6
+            else ask
+            for ask in asks
+        ]
+    return replace(schedule, asks=asks)
 
 
 def _ways(rng: np.random.Generator, max_len: int) -> dict[str, Any]:
@@ -224,6 +236,7 @@ def _ways(rng: np.random.Generator, max_len: int) -> dict[str, Any]:
         "lookup": source != "script" and not drawn and bool(rng.random() < 0.7),
         "drawn": drawn,
         "statistics": bool(rng.random() < 0.5),
+        "crowded": bool(rng.random() < 0.4),
         "clock": (float(rng.choice([0.1, 10.0])), float(rng.choice([0.01, 0.1, 1.0]))),
         "reloads": steps(0.12),
         "sleeps": [(step, int(rng.choice([1, 2]))) for step in steps(0.15)],
@@ -311,7 +324,7 @@ def smaller(schedule: Schedule) -> Iterator[Schedule]:
         "flushes": [], "piece": 0, "by_priority": False, "fresh": True, "padding": False, "rewrites": False,
         "misses": 0.0, "max_len": MAX_LEN, "spare_blocks": 64, "budget": 256, "seats": 8,
         "talks": [], "sleeps": [], "reloads": [], "statistics": False, "adaptive": False, "lookup": False,
-        "drawn": False, "clock": (10.0, 0.1),
+        "drawn": False, "crowded": False, "clock": (10.0, 0.1),
     }  # fmt: skip
     for talk in range(len(schedule.talks)):
         yield replace(schedule, talks=[*schedule.talks[:talk], *schedule.talks[talk + 1 :]])
