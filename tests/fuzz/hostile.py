@@ -237,6 +237,10 @@ class World:
         count, self.held = len(self.held), []
         return count
 
+    def _can_reset(self) -> bool:
+        """Whether vLLM can drop its cache: not while a session between two turns holds blocks."""
+        return not (self.scheduler.kv_holding_waiting or self.scheduler.num_waiting_for_streaming_input)
+
     def _reload(self) -> None:
         """What an operator does whose weights are the same: they are loaded again while requests run."""
         self.trees.llm.collective_rpc("reload_weights")
@@ -273,13 +277,13 @@ class World:
                     aborts.setdefault(tick + ask.aborted, []).append(name)
             for name in aborts.pop(tick, ()):
                 self._abort(name)
-            while flushes and flushes[0] <= tick:
+            while flushes and flushes[0] <= tick and self._can_reset():
                 flushes.pop(0)
                 self._flush()
             while reloads and reloads[0] <= tick:
                 reloads.pop(0)
                 self._reload()
-            while sleeps and sleeps[0][0] <= tick:
+            while sleeps and sleeps[0][0] <= tick and self._can_reset():
                 self._sleep(sleeps.pop(0)[1])
             self._step()
             talking.listen()
