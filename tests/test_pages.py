@@ -111,7 +111,7 @@ def test_the_hooks_that_the_page_names_are_in_the_files_it_names() -> None:
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     table = page[page.index("| file | what it hooks") :].split("\n\n")[0]
     rows = re.findall(r"^\| `([\w/.]+)` \| ([^|]*)\|", table, re.MULTILINE)
-    assert len(rows) == 11
+    assert len(rows) >= 13
     for file, hook in rows:
         text = (ROOT / file).read_text(encoding="utf-8")
         for name in re.findall(r"`([\w.]+)`", hook):

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import torch  # its OpenMP runtime must be there first, and becomes ours
 
-_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 from vllm_medusa.cache_folder import user_cache
 
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _BUILD_SECONDS = 300
 Loaded = TypeVar("Loaded")
 _PACKAGE = Path(__file__).parent

@@ -104,6 +104,8 @@ class Settings(BaseModel):
         prompt_lookup: trees that are grown also hold what the request's own text expects next.
         linear_product: on a CPU, what multiplies with the target's matrices: "auto" is whichever of our product and
             vLLM's is quicker for the rows at hand, as measured at start-up.
+        widths: nodes by the number of requests, where the user says so and the host does not know: first and last
+            number, nodes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -117,6 +119,7 @@ class Settings(BaseModel):
     draft_sample_method: SampleMethod = "greedy"
     prompt_lookup: bool = True
     linear_product: LinearProduct = "auto"
+    widths: list[tuple[int, int, int]] | None = None
 
     @property
     def fixed_tree(self) -> Tree | None:

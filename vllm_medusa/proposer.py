@@ -15,6 +15,7 @@ from vllm_medusa.config import SETTINGS_KEY, Settings, rank_accuracy_of
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.coupling import Perturb, coupled_candidates
+from vllm_medusa.heads.loading import after_loading
 from vllm_medusa.heads.model import Candidates, MedusaHeads
 from vllm_medusa.heads.parts import TargetPart
 from vllm_medusa.tree.growth import grow_static
@@ -80,6 +81,8 @@ class MedusaProposer:
         self.settings = Settings(**vllm_config.additional_config[SETTINGS_KEY])
         self.fixed_tree = self.settings.fixed_tree
         self.heads: MedusaHeads | None = None
+        self._target: nn.Module | None = None
+        self._are_weights_new = False
         self.part_of: Callable[[nn.Module], TargetPart | None] = lambda target_model: None
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -89,6 +92,33 @@ class MedusaProposer:
             MedusaError: the target keeps no plain `lm_head` and token embedding to share.
         """
         heads = load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab)
+        self.heads = self._tie(heads, target_model).eval()
+        if self._target is not target_model:
+            after_loading(target_model, self.weights_changed)
+        after_loading(heads, self.weights_changed)
+        self._target = target_model
+        if self.settings.draft_sample_method == "probabilistic":
+            accuracy = rank_accuracy_of(heads.config)
+            self.drawn_tree = self.fixed_tree or grow_static(accuracy, self.settings.num_speculative_tokens)
+            self.drawn_reach = self.drawn_tree.reach(accuracy)
+
+    @property
+    def model(self) -> MedusaHeads | None:
+        """The heads, by the name under which hosts look for a drafter's weights."""
+        return self.heads
+
+    def weights_changed(self) -> None:
+        """Weights of the target or of the heads have changed, or will before the next drafts: tie them anew then."""
+        self._are_weights_new = True
+
+    def load_again(self) -> None:
+        """The heads' weights are lost, not their memory: read them again, into the same tensors."""
+        assert self.heads is not None, "load_model comes first"
+        self.heads.take_weights(load_heads(self.settings.heads, draft_vocab=self.settings.draft_vocab))
+        self.weights_changed()
+
+    def _tie(self, heads: MedusaHeads, target_model: nn.Module) -> MedusaHeads:
+        """Heads where the target is, bound to it as it is now."""
         part = self.part_of(target_model)
         if part is not None:
             heads = heads.to(device=part.device, dtype=part.dtype)
@@ -98,11 +128,16 @@ class MedusaProposer:
             heads = heads.to(device=unembedding.device, dtype=unembedding.dtype)
             heads.bind(unembedding, embedding)
         heads.freeze()
-        self.heads = heads.eval()
-        if self.settings.draft_sample_method == "probabilistic":
-            accuracy = rank_accuracy_of(heads.config)
-            self.drawn_tree = self.fixed_tree or grow_static(accuracy, self.settings.num_speculative_tokens)
-            self.drawn_reach = self.drawn_tree.reach(accuracy)
+        self._are_weights_new = False
+        return heads
+
+    def _current(self) -> MedusaHeads:
+        """The heads, tied to the target's weights of this moment."""
+        assert self.heads is not None, "load_model comes first"
+        if self._are_weights_new:
+            assert self._target is not None
+            self._tie(self.heads, self._target)
+        return self.heads
 
     @torch.inference_mode()
     def propose(
@@ -122,8 +157,8 @@ class MedusaProposer:
             generators: of seeded requests, by row, to draw with.
             expected: what the requests' own texts expect next; joins trees that are grown.
         """
-        assert self.heads is not None, "load_model comes first"
-        candidates = self.heads.candidates(hidden, roots, self.top_k)
+        heads = self._current()
+        candidates = heads.candidates(hidden, roots, self.top_k)
         nodes = self.settings.num_speculative_tokens
         expected = expected or Expected.nothing(len(roots))
         if self.fixed_tree is None:
@@ -133,7 +168,7 @@ class MedusaProposer:
             draft = replace(self._fill(self.fixed_tree, candidates), lookup_reach=expected.reach)
         if temperatures is None or not bool((temperatures > 0).any()):
             return draft
-        return self._draw(draft, self.heads(hidden, roots), temperatures, generators or {})
+        return self._draw(draft, heads(hidden, roots), temperatures, generators or {})
 
     def from_texts(self, expected: Expected) -> TreeDraft:
         """Draft what the requests' own texts expect next, without asking the heads: chains."""
@@ -159,11 +194,11 @@ class MedusaProposer:
             expected: what the requests' own texts expect next; joins trees that are grown. None: the heads alone.
             temperatures, perturb: as in `coupled_candidates`, the target's noise; None: the likeliest candidates.
         """
-        assert self.heads is not None, "load_model comes first"
+        heads = self._current()
         if temperatures is None or perturb is None:
-            tokens, probabilities = self.heads.candidates(hidden, roots, self.top_k)
+            tokens, probabilities = heads.candidates(hidden, roots, self.top_k)
         else:
-            tokens, probabilities = coupled_candidates(self.heads, hidden, roots, self.top_k, temperatures, perturb)
+            tokens, probabilities = coupled_candidates(heads, hidden, roots, self.top_k, temperatures, perturb)
         nodes = self.settings.num_speculative_tokens
         if self.fixed_tree is None:
             return grow_trees(tokens, probabilities, nodes, expected)

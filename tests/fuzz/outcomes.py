@@ -25,6 +25,8 @@ class Totals:
     steps: int = 0
     tokens: int = 0
     request_steps: int = 0
+    planted_tokens: int = 0
+    planted_steps: int = 0
     preemptions: int = 0
     flushes: int = 0
     cached_tokens: int = 0
@@ -35,6 +37,14 @@ class Totals:
     blocks: int = 0
     hidden_rows: int = 0
     ties: int = 0
+    adaptive: int = 0
+    unasked: int = 0
+    text_nodes: int = 0
+    drawn_drafts: int = 0
+    reports: int = 0
+    reloads: int = 0
+    sleeps: int = 0
+    turns: int = 0
 
     def __str__(self) -> str:
         parts = [f"{name.replace('_', ' ')} {value}" for name, value in vars(self).items()]
@@ -52,6 +62,7 @@ class Running:
         seen: what it has said so far.
         done: it ended or was aborted.
         tied: two tokens scored the same, and it took the other one: what follows has nothing to be compared with.
+        free: its candidates are drawn, so its tokens need only be possible ones.
     """
 
     ask: Ask
@@ -60,3 +71,4 @@ class Running:
     seen: list[int] = field(default_factory=list)
     done: bool = False
     tied: bool = False
+    free: bool = False

@@ -48,8 +48,13 @@ class CachedBlocks:
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """What the model says after these tokens [V]."""
-        last: Tensor = self.model(torch.tensor([list(tokens)])).logits[0, -1]
-        return last
+        return self.all_logits(tokens)[-1]
+
+    @torch.inference_mode()
+    def all_logits(self, tokens: Sequence[int]) -> Tensor:
+        """What it says after each of them [T, V]."""
+        found: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+        return found
 
     def group_of(self, block: Any) -> int:
         """The KV cache group of a cached block."""

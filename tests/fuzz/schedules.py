@@ -29,6 +29,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
     {"temperature": 1.3, "min_p": 0.05, "repetition_penalty": 1.1},
     {"temperature": 0.8, "min_tokens": 5, "stop_token_ids": list(range(20, 60))},
+    {"temperature": 0.0, "allowed_token_ids": [3, 5, 8]},  # soon repeats itself, as prompt lookup likes it
 ]
 GRAMMARS: list[dict[str, Any]] = [
     {"regex": "(red|green|blue)( and (red|green|blue)){2,9}"},
@@ -62,6 +63,21 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Talk:
+    """A session that goes on (`StreamingInput`).
+
+    Attributes:
+        turns: prompt and `max_tokens` of each.
+        arrives: step before which the first is sent.
+        at_once: the others are sent with it, else each when the one before has ended.
+    """
+
+    turns: list[tuple[list[int], int]]
+    arrives: int = 0
+    at_once: bool = False
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Requests, the host's limits while they run, and what is drafted for them.
 
@@ -81,6 +97,17 @@ class Schedule:
         nodes, depth: largest trees.
         misses: how often nothing true is planted.
         rewrites: the commit writes accepted nodes again, as where there is no compiled kernel, instead of moving them.
+        source: who drafts: "script" plants whole trees; "guesses" plants candidates of the heads, from which the
+            product grows trees; "heads": nobody plants anything.
+        adaptive: the product shares nodes by what steps cost, on a scripted clock.
+        lookup: the requests' own texts are asked; not by a script.
+        drawn: candidates of sampled requests are drawn from the heads; not by a script.
+        statistics: figures are gathered and reported.
+        crowded: drafts are not cut before a step is planned, so that requests wait with theirs, as vLLM has it.
+        clock: milliseconds of a step, and of each token in it.
+        reloads: steps before which weights are loaded again.
+        sleeps: steps before which the engine sleeps and wakes up, and how deeply.
+        talks: sessions beside the requests.
     """
 
     seed: int
@@ -99,6 +126,16 @@ class Schedule:
     depth: int = 6
     misses: float = 0.1
     rewrites: bool = False
+    source: str = "script"
+    adaptive: bool = False
+    lookup: bool = False
+    drawn: bool = False
+    statistics: bool = False
+    crowded: bool = False
+    clock: tuple[float, float] = (10.0, 0.1)
+    reloads: list[int] = field(default_factory=list)
+    sleeps: list[tuple[int, int]] = field(default_factory=list)
+    talks: list[Talk] = field(default_factory=list)
 
     def to_json(self) -> str:
         """As it is stored for a replay."""
@@ -112,6 +149,11 @@ class Schedule:
         for ask in asks:  # JSON knows only strings as keys
             if "logit_bias" in ask.sampling:
                 ask.sampling["logit_bias"] = {int(k): v for k, v in ask.sampling["logit_bias"].items()}
+        values["clock"] = tuple(values["clock"])
+        values["sleeps"] = [tuple(sleep) for sleep in values["sleeps"]]
+        for talk in values["talks"]:
+            talk["turns"] = [tuple(turn) for turn in talk["turns"]]
+        values["talks"] = [Talk(**talk) for talk in values["talks"]]
         return cls(asks=asks, **values)
 
     @classmethod
@@ -123,7 +165,9 @@ class Schedule:
         """A measure of how much there is to look at."""
         usual = type(self)(self.seed, self.model, [])
         names = ("piece", "max_len", "spare_blocks", "budget", "by_priority", "fresh", "misses", "rewrites")
+        names += ("source", "adaptive", "lookup", "drawn", "statistics", "crowded", "clock")
         unusual = sum(getattr(self, name) != getattr(usual, name) for name in names) + self.padding + len(self.flushes)
+        unusual += len(self.reloads) + len(self.sleeps) + sum(8 * len(talk.turns) for talk in self.talks)
         asked = sum(4 + len(ask.prompt) + ask.max_tokens + ask.arrives + (ask.aborted is not None) for ask in self.asks)
         return asked + self.nodes + self.depth + unusual + sum(len(ask.sampling) + ask.priority for ask in self.asks)
 
@@ -165,7 +209,49 @@ def draw(seed: int, models: Sequence[str], answer: Answer) -> Schedule:
     asks: list[Ask] = []
     for number in range(int(rng.integers(2, 13))):
         asks.append(_ask(rng, number, bases, asks, max_len, answer, schedule.model))
+    ways = np.random.default_rng([22, seed])
+    schedule = replace(schedule, asks=asks, **_ways(ways, max_len))
+    if schedule.drawn:  # from which only those that are sampled have anything
+        sampled = {"temperature": 1.0, "ignore_eos": True}
+        asks = [
+            replace(ask, sampling={**sampled, "seed": int(ways.integers(0, 2**31))})
+            if ask.sampling in ({"temperature": 0.0}, {"temperature": 0.0, "ignore_eos": True}) and ways.random() < 0.6
+            else ask
+            for ask in asks
+        ]
     return replace(schedule, asks=asks)
+
+
+def _ways(rng: np.random.Generator, max_len: int) -> dict[str, Any]:
+    """How drafts come about, and what an operator does meanwhile."""
+    source = str(rng.choice(["script", "script", "guesses", "guesses", "heads"]))
+    drawn = source != "script" and bool(rng.random() < 0.3)
+
+    def steps(often: float) -> list[int]:
+        return sorted(rng.integers(1, 40, int(rng.integers(1, 3))).tolist()) if rng.random() < often else []
+
+    return {
+        "source": source,
+        "adaptive": bool(rng.random() < 0.5),
+        "lookup": source != "script" and not drawn and bool(rng.random() < 0.7),
+        "drawn": drawn,
+        "statistics": bool(rng.random() < 0.5),
+        "crowded": bool(rng.random() < 0.4),
+        "clock": (float(rng.choice([0.1, 10.0])), float(rng.choice([0.01, 0.1, 1.0]))),
+        "reloads": steps(0.12),
+        "sleeps": [(step, int(rng.choice([1, 2]))) for step in steps(0.15)],
+        "talks": [_talk(rng, max_len) for _ in range(int(rng.choice([0, 0, 1, 3])))],
+    }
+
+
+def _talk(rng: np.random.Generator, max_len: int) -> Talk:
+    turns: list[tuple[list[int], int]] = []
+    for _ in range(int(rng.integers(1, 4))):
+        turns.append((rng.integers(2, EOS, int(rng.integers(1, 9))).tolist(), int(rng.integers(1, 10))))
+        if sum(len(prompt) + tokens for prompt, tokens in turns) > max_len - 8:
+            turns.pop()
+            break
+    return Talk(turns or [([2], 1)], arrives=int(rng.integers(0, 30)), at_once=bool(rng.random() < 0.5))
 
 
 def _ask(
@@ -231,13 +317,17 @@ def smaller(schedule: Schedule) -> Iterator[Schedule]:
     while size >= 1:
         for first in range(0, len(asks), size):
             rest = [*asks[:first], *asks[first + size :]]
-            if rest:
+            if rest or schedule.talks:
                 yield replace(schedule, asks=rest)
         size //= 2
     usual: dict[str, Any] = {
         "flushes": [], "piece": 0, "by_priority": False, "fresh": True, "padding": False, "rewrites": False,
         "misses": 0.0, "max_len": MAX_LEN, "spare_blocks": 64, "budget": 256, "seats": 8,
+        "talks": [], "sleeps": [], "reloads": [], "statistics": False, "adaptive": False, "lookup": False,
+        "drawn": False, "crowded": False, "clock": (10.0, 0.1),
     }  # fmt: skip
+    for talk in range(len(schedule.talks)):
+        yield replace(schedule, talks=[*schedule.talks[:talk], *schedule.talks[talk + 1 :]])
     for name, value in usual.items():
         if getattr(schedule, name) != value:
             yield replace(schedule, **{name: value})

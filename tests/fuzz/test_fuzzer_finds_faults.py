@@ -13,8 +13,11 @@ from hostile import World, drawn
 from outcomes import Violation
 from schedules import BLOCK, Ask, Schedule, shrink
 
-from vllm_medusa.host import tree_cache, trees
-from vllm_medusa.host.v1 import cpu_runner, runner
+from vllm_medusa import proposer
+from vllm_medusa.host import scheduler, tree_cache, trees
+from vllm_medusa.host.metrics import figures
+from vllm_medusa.host.v1 import cpu_runner, proposals, runner
+from vllm_medusa.tree import lookup
 
 pytestmark = pytest.mark.slow  # engines start
 Runner = cpu_runner.MedusaCPUModelRunner
@@ -195,6 +198,42 @@ def preempted_requests_wait_forever(patch: Patch) -> None:
     patch.setattr(MedusaScheduler, "schedule", schedule)
 
 
+def heads_are_lost_in_sleep(patch: Patch) -> None:
+    patch.setattr(proposer.MedusaProposer, "load_again", lambda self: None)
+
+
+def heads_keep_their_copy(patch: Patch) -> None:
+    """The rows of the reduced vocabulary stay what they were when the engine fell asleep."""
+    patch.setattr(proposer.MedusaProposer, "weights_changed", lambda self: None)
+
+
+def texts_are_kept(patch: Patch) -> None:
+    patch.setattr(lookup.Lookups, "forget", lambda *_: None)
+
+
+def any_candidate_is_taken(patch: Patch) -> None:
+    """Drawn candidates are not judged: the first one is emitted."""
+    patch.setattr(proposals, "recursive_rejection", lambda target, drawn_from, children, uniforms: children[:, 0])
+
+
+def a_report_breaks(patch: Patch) -> None:
+    def mean(self: Any) -> float:
+        raise KeyError("walk")
+
+    patch.setattr(figures.Counts, "mean_accepted_length", property(mean))
+
+
+def even_steps_forget_what_they_cut(patch: Patch) -> None:
+    def even_out(plan: Any) -> None:
+        tokens = dict(plan.num_scheduled_tokens)
+        original(plan)
+        plan.num_scheduled_tokens.update(tokens)
+        plan.total_num_scheduled_tokens = sum(tokens.values())
+
+    original = scheduler.even_out
+    patch.setattr(scheduler, "even_out", even_out)
+
+
 FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     no_commit: ("", {"tokens", "cache"}),
     no_commit_of_the_deepest: ("", {"tokens", "cache"}),
@@ -213,6 +252,12 @@ FAULTS: dict[Callable[[Patch], None], tuple[str, set[str]]] = {
     aborted_requests_keep_their_blocks: ("", {"leak", "hang", "crash"}),
     it_breaks_on_long_paths: ("", {"crash"}),
     preempted_requests_wait_forever: ("", {"hang"}),
+    heads_are_lost_in_sleep: ("", {"heads", "crash"}),
+    heads_keep_their_copy: ("", {"heads", "crash"}),
+    texts_are_kept: ("", {"stale text"}),
+    any_candidate_is_taken: ("", {"tokens", "crash"}),
+    a_report_breaks: ("", {"crash"}),
+    even_steps_forget_what_they_cut: ("", {"tokens", "cache", "length", "crash"}),
 }
 
 

@@ -43,6 +43,7 @@ def save(name: str, folder: Path) -> tuple[Path, Path]:
         sizes |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     (_gemma(sizes) if name == "gemma" else make_llama(seed=7, **sizes)).save_pretrained(model)
     shape = {"hidden_size": sizes["hidden_size"], "vocab_size": sizes["vocab_size"]}
+    shape["draft_vocab_size"] = shape["vocab_size"] - 9  # a copy of the target's rows, that has to follow it
     save_random_heads(heads, num_heads=4, num_layers=1, root_conditioned=True, **shape)
     return model, heads
 

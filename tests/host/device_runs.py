@@ -470,3 +470,10 @@ def mismatch(model: Path, heads: Path, checked: str, found: str) -> str:
 
 
 __all__ = ["NODES"]
+
+
+def change_weights(model: Path, heads: Path, other: Path, way: str) -> dict[str, Any]:
+    """See `new_weights.change`."""
+    from new_weights import change
+
+    return change(model, heads, other, way, begin=engine)

@@ -85,28 +85,27 @@ def test_a_users_own_ngram_is_not_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "given", "named"),
+    ("args", "named"),
     [
-        ({"enable_dbo": True}, {}, "enable_dbo=True"),
-        ({"ubatch_size": 2}, {}, "ubatch_size=2"),
-        ({"prefill_context_parallel_size": 2}, {}, "prefill_context_parallel_size=2"),
-        ({"enable_batch_sharded_sampling": True}, {}, "enable_batch_sharded_sampling=True"),
-        ({"watermark_config": {"key": 1}}, {}, "watermark_config="),
-        ({"enable_trace_replay": True}, {}, "enable_trace_replay=True"),
-        ({"return_sampling_mask": True}, {}, "return_sampling_mask=True"),
-        ({"enable_prompt_embeds": True}, {}, "enable_prompt_embeds=True"),
-        ({}, {"enable_adaptive_verification": True}, "enable_adaptive_verification=True"),
+        ({"enable_dbo": True}, "enable_dbo=True"),
+        ({"ubatch_size": 2}, "ubatch_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling=True"),
+        ({"watermark_config": {"key": 1}}, "watermark_config="),
+        ({"enable_trace_replay": True}, "enable_trace_replay=True"),
+        ({"return_sampling_mask": True}, "return_sampling_mask=True"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
     ],
 )
-def test_v2_refuses_by_name(args: dict[str, Any], given: dict[str, Any], named: str) -> None:
+def test_v2_refuses_by_name(args: dict[str, Any], named: str) -> None:
     with pytest.raises(MedusaError, match=f"medusa: {named}"):
-        refuse_on_v2(SimpleNamespace(**args), given)
+        refuse_on_v2(SimpleNamespace(**args))
 
 
 def test_v2_takes_the_usual() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    refuse_on_v2(EngineArgs(model="any"), {"draft_sample_method": "probabilistic", "prompt_lookup": True})
+    refuse_on_v2(EngineArgs(model="any"))
 
 
 Ask = Callable[..., tuple[Any, Any]]

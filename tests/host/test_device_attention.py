@@ -53,7 +53,7 @@ def test_these_faults_show(ask: Ask, fault: str) -> None:
 def test_widths_by_load_in_recorded_steps(ask: Ask) -> None:
     """Steps of three widths, each with graphs of its own, down to none."""
     table = [(1, 2, 8), (3, 3, 3), (4, 4, 0)]
-    medusa = {"num_speculative_tokens_per_batch_size": table, "adaptive": True}
+    medusa = {"num_speculative_tokens_per_batch_size": table}
     params = [{"temperature": 0, "max_tokens": tokens} for tokens in (4, 8, 12, 18)]
     run = ask("compare", LENGTHS, params, medusa=medusa, graphs=[4, 8, 12, 18], max_num_seqs=4, **ON_GPU)
     assert run["differences"] == [] and run["replays"] > 5 and run["length"] > 1.2

@@ -188,7 +188,7 @@ def test_width_by_the_number_of_requests(ask: Ask) -> None:
     """The host's own key, down to no nodes at all, while a batch shrinks."""
     table = [(1, 2, NODES), (3, 4, 3), (5, 16, 0)]
     params = [{"temperature": 0, "max_tokens": tokens} for tokens in (6, 8, 10, 16, 20, 24)]
-    medusa = {"num_speculative_tokens_per_batch_size": table, "adaptive": True}
+    medusa = {"num_speculative_tokens_per_batch_size": table}
     run = ask("compare", [4, 5, 9, 33, 60, 7], params, medusa=medusa, is_async=True)
     assert run["differences"] == [] and run["widths"] == (None, [0, 8, 8, 3, 3, *[0] * 12])
     assert run["length"] > 1.2

@@ -13,6 +13,7 @@ holds more features. Weights of all heads are stacked: a block is one (batched) 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class MedusaHeads(nn.Module):
         self._shared: SharedOutputs | None = None
 
     def bind(self, unembedding: Tensor, embedding: Tensor) -> None:
-        """Tie the heads to a target.
+        """Tie the heads to a target; again, when its weights have changed.
 
         Heads whose vocabulary is padded beyond the target's are cut to it, and those that did not know it learn it:
         their `config` changes accordingly.
@@ -116,11 +117,19 @@ class MedusaHeads(nn.Module):
         self._fit(unembedding.shape[0], unembedding.device)
         unembedding = unembedding[: self.config.vocab_size]
         if self.unembedding is None:
-            rows = unembedding if self.token_map is None else unembedding[self.token_map.to(unembedding.device)]
-            self._bound_unembedding = rows.contiguous()[None]
+            self._bound_unembedding = self._rows(unembedding)[None]
         # Not cut: a root may be a token that was added to the target after the heads' training.
         self._bound_embedding = embedding if self.config.root_conditioned else None
         self._part = self._shared = None
+
+    def _rows(self, unembedding: Tensor) -> Tensor:
+        """[Vd, H], of the target's unembedding; a copy only where the vocabulary is reduced."""
+        if self.token_map is None:
+            return unembedding.contiguous()
+        places, before = self.token_map.to(unembedding.device), self._bound_unembedding
+        if before is None or before.shape[1] != len(places) or before.dtype != unembedding.dtype:
+            return unembedding[places]
+        return torch.index_select(unembedding, 0, places, out=before[0])  # into the memory that there is
 
     def bind_part(self, part: TargetPart) -> None:
         """The same for a target that this process does not hold plain and whole.
@@ -160,6 +169,37 @@ class MedusaHeads(nn.Module):
         if self._part is None and FrozenHeads.suits(self):
             assert self._scale is not None
             self._frozen = FrozenHeads(self, self._scale.flatten(), self._bound_embedding)
+
+    def take_weights(self, other: MedusaHeads) -> None:
+        """Take over the weights of heads that were loaded from the same files, into the memory that there is.
+
+        What is derived from them, here and of the target, is stale until the heads are bound and frozen again.
+        """
+        if other.config.vocab_size != self.config.vocab_size:
+            other._cut_to(self.config.vocab_size)
+        mine = self.state_dict()
+        for name, weight in other.state_dict().items():
+            mine[name].copy_(weight)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take new weights by our format's names, some or all: what a host calls that was sent trained ones.
+
+        Returns:
+            The names of what was taken.
+
+        Raises:
+            MedusaError: a name that these heads do not have, or another shape.
+        """
+        mine, taken = self.state_dict(), set()
+        for name, weight in weights:
+            if name not in mine:
+                raise MedusaError.of("weight of the heads", name, f"send {', '.join(mine)}")
+            if mine[name].shape != weight.shape:
+                shape = list(mine[name].shape)
+                raise MedusaError.of(f"shape of the heads' {name}", list(weight.shape), f"these heads have {shape}")
+            mine[name].copy_(weight)
+            taken.add(name)
+        return taken
 
     def _cut_to(self, vocab: int) -> None:
         """Leave out tokens from `vocab` on: padding that the target does not have, so it never says them."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from vllm_medusa.errors import MedusaError
 
@@ -15,16 +18,26 @@ _FILES = ("*.json", "*.safetensors", "*.pt", "*.bin")
 _TARGET_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 
 
-def locate_heads(model: str) -> Path:
+def locate_heads(
+    model: str, *, revision: str | None = None, cache: str | None = None, token: bool | str | None = None
+) -> Path:
     """The folder on this machine that holds the heads `model` names.
 
     Args:
         model: a folder, or a hub id such as "name/repository", which is downloaded (or found in the hub's cache).
+        revision: of a repository: a branch, a tag or a commit; None: its default.
+        cache: folder in which downloads are kept; None: the hub's own.
+        token: for the hub; True: the one that is stored on this machine; None: whatever the hub's library finds.
 
     Raises:
-        MedusaError: neither a folder nor a repository that can be reached.
+        MedusaError: neither a folder nor a repository that can be reached; a revision of a folder.
     """
-    return _locate(model, _FILES, "a folder of heads")
+    options = {"revision": revision, "cache_dir": cache, "token": token}
+    asked = {name: value for name, value in options.items() if value is not None}
+    folder = _locate(model, _FILES, "a folder of heads", asked)
+    if revision is not None and Path(model).expanduser().is_dir():
+        raise MedusaError.of("revision", revision, "a folder has none; name a hub id, or leave revision out")
+    return folder
 
 
 def locate_target(model: str) -> Path:
@@ -51,7 +64,7 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
-def _locate(model: str, files: tuple[str, ...], wanted: str) -> Path:
+def _locate(model: str, files: tuple[str, ...], wanted: str, options: Mapping[str, Any] = MappingProxyType({})) -> Path:
     try:
         folder = Path(model).expanduser()
         is_folder, is_there = folder.is_dir(), folder.exists()
@@ -68,11 +81,12 @@ def _locate(model: str, files: tuple[str, ...], wanted: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        return Path(snapshot_download(model, allow_patterns=list(files), **options))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise MedusaError.of(
-            "model", model, f"no such folder, and the hub did not give it ({why_not(error)}); name {wanted}"
-        ) from None
+        what = f"no such folder, and the hub did not give it ({why_not(error)})"
+        if "revision" in options:
+            what += f", at revision {options['revision']!r}"
+        raise MedusaError.of("model", model, f"{what}; name {wanted}") from None
 
 
 def why_not(error: Exception) -> str:

@@ -69,12 +69,11 @@ def check_runner(vllm_config: Any) -> Runner:
     return chosen
 
 
-def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
+def refuse_on_v2(args: Any) -> None:
     """One error, by the name of the key, for what Model Runner V2 cannot serve with trees yet.
 
     Args:
         args: the host's engine arguments.
-        given: the user's `speculative_config`.
     """
     for key, usual in (
         ("enable_dbo", False),
@@ -90,10 +89,6 @@ def refuse_on_v2(args: Any, given: Mapping[str, Any]) -> None:
         value = getattr(args, key, usual)
         if value not in (usual, False):
             raise MedusaError.of(key, value, f"not served with Medusa trees on Model Runner V2; leave it at {usual!r}")
-    if given.get("enable_adaptive_verification"):
-        raise MedusaError.of(
-            "enable_adaptive_verification", True, "Model Runner V2 cuts trees by its own rules then; leave it out"
-        )
 
 
 def refuse_on_v1(given: Mapping[str, Any], *, on_cpu: bool) -> None:

@@ -144,6 +144,8 @@ SCHEDULER_CONTRACT = (
         ("draft_token_ids", "scheduler_output"),
     ),
     Symbol("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"),
+    Symbol("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    Symbol("vllm.v1.request", "Request.num_tokens"),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output", "model_runner_output")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler._update_request_with_output", ("request", "new_token_ids")),
     Symbol("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats", ("spec_decoding_stats",)),

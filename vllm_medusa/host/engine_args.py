@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, Literal
 
 from vllm import envs
-from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
@@ -18,11 +16,17 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v1, refuse_on_v2
+from vllm_medusa.host.speculative_keys import (
+    WIDTHS_BY_BATCH,
+    check_widths,
+    host_keys,
+    read_widths,
+    refuse_without_effect,
+)
 from vllm_medusa.widths import first_ranges
 
 WORKERS = {"cpu": "vllm_medusa.host.worker.MedusaCPUWorker", "cuda": "vllm_medusa.host.gpu_worker.MedusaGPUWorker"}
 SCHEDULER = "vllm_medusa.host.scheduler.MedusaScheduler"
-WIDTHS_BY_BATCH = "num_speculative_tokens_per_batch_size"  # the host's own key
 _FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 
 
@@ -47,16 +51,18 @@ def create_speculative_config(
     """
     given = _merge_flags(args)
     platform = _platform()
+    refuse_without_effect(given, target_parallel_config.tensor_parallel_size)
     _refuse_unsupported(args, target_model_config, target_parallel_config, WORKERS[platform])
     runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
     if runner == "V1":
         refuse_on_v1(given, on_cpu=platform == "cpu")
     else:
-        refuse_on_v2(args, given)
-        if given.get(WIDTHS_BY_BATCH) is not None:
-            given = {**given, "adaptive": False}  # the user has decided
-    config, host_settings = MedusaConfig.parse(given, _host_keys())
-    folder = locate_heads(config.model)
+        refuse_on_v2(args)
+    widths = read_widths(given, target_parallel_config.data_parallel_size)
+    if widths is not None:
+        given = {**given, "adaptive": False}  # the user has decided
+    config, _ = MedusaConfig.parse(given, host_keys())
+    folder = locate_heads(config.model, revision=given.get("revision"), cache=args.download_dir, token=args.hf_token)
     heads = read_config(folder)
     check_heads(heads, target_model_config.get_hidden_size(), target_model_config.get_vocab_size())
     calibration = heads.calibration
@@ -69,6 +75,9 @@ def create_speculative_config(
         rank_accuracy=calibration.rank_accuracy if calibration is not None else None,
         default_nodes=sizes.get(platform, DEFAULT_NODES[platform]),
     )
+    check_widths(widths, settings.num_speculative_tokens)
+    if runner == "V1":  # where vLLM knows no such table from 0.33 on
+        settings = settings.model_copy(update={"widths": widths})
     if not isinstance(args.additional_config, Mapping):
         raise MedusaError.of("additional_config", args.additional_config, "give a dict, or leave it out")
     args.additional_config = {**args.additional_config, SETTINGS_KEY: settings.model_dump(mode="json")}
@@ -79,13 +88,12 @@ def create_speculative_config(
         for flag in _FLAGS.values():
             setattr(args, flag, None)
         args.speculative_config = {
-            **host_settings,
             "method": METHODS[runner],
             "model": PROPOSER,
             "num_speculative_tokens": settings.num_speculative_tokens,
         }
-        if runner == "V2" and settings.adaptive:
-            args.speculative_config[WIDTHS_BY_BATCH] = first_ranges(settings.num_speculative_tokens)
+        if runner == "V2" and (widths is not None or settings.adaptive):
+            args.speculative_config[WIDTHS_BY_BATCH] = widths or first_ranges(settings.num_speculative_tokens)
         return original(args, target_model_config, target_parallel_config)
     finally:
         for name, value in written.items():
@@ -112,11 +120,6 @@ def _merge_flags(args: EngineArgs) -> dict[str, Any]:
             raise MedusaError.of(key, given[key], f"also given by {option}; keep one of the two")
         given[key] = value
     return given
-
-
-def _host_keys() -> frozenset[str]:
-    made_by_host = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
-    return frozenset(field.name for field in fields(SpeculativeConfig)) - made_by_host
 
 
 def _platform() -> Literal["cpu", "cuda"]:

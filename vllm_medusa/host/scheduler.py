@@ -12,10 +12,12 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.config import SETTINGS_KEY
 from vllm_medusa.host.compat import grammar_rows_have_fixed_stride
+from vllm_medusa.host.draft_room import DraftRoom
 from vllm_medusa.host.grammar import (
     EVERY_TOKEN,
     KEPT,
@@ -44,6 +46,10 @@ class MedusaScheduler(Scheduler):
         """Build the host's scheduler and take over the masks of trees."""
         super().__init__(*args, **kwargs)
         self.dynamic_sd_lookup: list[int] | None
+        settings = self.vllm_config.additional_config[SETTINGS_KEY]
+        if settings["widths"] is not None:
+            most, nodes = self.scheduler_config.max_num_seqs, self.num_spec_tokens
+            self.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(settings["widths"], most, nodes)
         if self.dynamic_sd_lookup is None:
             # A new request with one token left would get as many drafts of -1 as a tree may have nodes, so that steps
             # keep the shape of a captured CUDA graph. Ours have any shape; and with a tree larger than
@@ -52,8 +58,9 @@ class MedusaScheduler(Scheduler):
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         # Without `adaptive` a tree is what the user says, and Model Runner V2 drafts widths of its own; a connector has
         # seen the plan already.
-        adaptive = bool(self.vllm_config.additional_config[SETTINGS_KEY]["adaptive"])
+        adaptive = bool(settings["adaptive"])
         self._evens_out = adaptive and not self.vllm_config.use_v2_model_runner and self.connector is None
+        self._draft_room = DraftRoom(self)
         self._outbox = Outbox()
         self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
@@ -104,8 +111,10 @@ class MedusaScheduler(Scheduler):
         super().update_draft_token_ids_in_output(DraftTokenIds(list(drafts), list(drafts.values())), scheduler_output)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's plan of a step, with the pruned trees the worker has to know of."""
+        """The host's plan of a step, in which drafts come last, with the pruned trees the worker has to know of."""
+        self._draft_room.cut_drafts()
         output = super().schedule(*args, **kwargs)
+        self._draft_room.look_at(output)
         if self._grammar_trees:
             for name in output.finished_req_ids:
                 self._grammar_trees.pop(name, None)

@@ -39,6 +39,7 @@ class TreeWorker:
     vllm_config: Any
     rank: int
     products_in_words: str | None = None  # what multiplies with the target's matrices, where there is a choice
+    _are_weights_discarded = False
 
     @cached_property
     def kept(self) -> Kept:
@@ -70,3 +71,39 @@ class TreeWorker:
         if log:
             logger.info(in_one_line(report))
         return report
+
+    # Weights that change ----------------------------------------------------------------------------------------
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """The host's; the heads are tied to the new weights before they draft again."""
+        try:
+            super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.medusa_rebind()
+
+    def finish_weight_update(self) -> None:
+        """The same at the end of an update that was sent in pieces."""
+        try:
+            super().finish_weight_update()  # type: ignore[misc]
+        finally:
+            self.medusa_rebind()
+
+    def sleep(self, level: int = 1) -> None:
+        """The host's; level 2 throws weights away."""
+        super().sleep(level)  # type: ignore[misc]
+        self._are_weights_discarded |= level >= 2
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The host's, which leaves it to the user to load the target again; the heads are loaded here."""
+        super().wake_up(tags)  # type: ignore[misc]
+        if self._are_weights_discarded and (tags is None or "weights" in tags):
+            self.model_runner.load_heads_again()
+            self._are_weights_discarded = False
+
+    def medusa_rebind(self) -> None:
+        """Tie the heads to the target's weights anew, by `llm.collective_rpc("medusa_rebind")`.
+
+        For whoever writes into the target's parameters by itself; the host's own ways of new weights, and the
+        `load_weights` of the model, lead here anyway.
+        """
+        self.model_runner.drafter.weights_changed()

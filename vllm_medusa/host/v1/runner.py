@@ -122,6 +122,10 @@ class MedusaModelRunnerV1(GPUModelRunner):
             self.drafting.cost.seed(tokens, seconds)
         self.drafting.measure_heads(self.max_num_reqs)
 
+    def load_heads_again(self) -> None:
+        """The engine wakes up without weights: the heads are read from their files."""
+        self.drafter.load_again()
+
     def log_choices(self, products: str | None = None) -> None:
         """One line that says what serves; `products`: what multiplies with the target's matrices."""
         log_choices(self.drafter, "Model Runner V1", self._kernel, "vLLM's sampler at each depth", products)
@@ -253,12 +257,14 @@ class MedusaModelRunnerV1(GPUModelRunner):
     ) -> list[list[int]]:
         """Draft from the hidden row of the last node on each path; requests that get no nodes get an empty list."""
         trees, walk = self.trees, self.tree_sampler.walk
-        if trees is None or walk is None:
+        most = scheduler_output.num_spec_tokens_to_schedule  # by the user's table, where there is one
+        if trees is None or walk is None or not most:
             return [[] for _ in sampled_token_ids]
         with self.statistics.stage("propose"):
-            return self.drafting.next_drafts(
+            drafts = self.drafting.next_drafts(
                 sampled_token_ids, trees.first_logit + _last_rows(walk), sample_hidden_states
             )
+        return [tokens[:most] for tokens in drafts]
 
     def _draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:
         """Trees for the batch's `rows`, from their hidden rows [len(rows), H] and root tokens int64 [len(rows)]."""

@@ -50,6 +50,11 @@ class DeviceCounts:
         self._read()
         self.totals = Counts()
 
+    def forget(self) -> None:
+        """What was counted on the device is lost."""
+        self._sums.zero_()
+        self._known, self._copied = Counts(), None
+
     def count(self, batch: Any, step: StepTrees | None) -> None:
         """Count one step of the host's `batch`, with or without trees; nothing waits for the device."""
         decoding = int((~batch.is_prefilling_np).sum())

@@ -124,6 +124,16 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
             logger.info("Medusa: compiling kernels for trees of up to %d nodes.", self.trees.num_nodes)
             cache.warm_up(self.trees.num_nodes)
 
+    def get_draft_model(self) -> Any:
+        """The heads, whose weights the host keeps or exchanges as a draft model's."""
+        return self.drafter.heads
+
+    def load_heads_again(self) -> None:
+        """The engine wakes up without weights: the heads are read from their files, and what lay beside them is new."""
+        self.drafter.load_again()
+        self._set_up_trees()
+        self.counts.forget()
+
     def log_choices(self, products: str | None = None) -> None:
         """One line that says what serves; `products`: what multiplies with the target's matrices."""
         log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "vLLM's sampler", products)
