@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.config import SETTINGS_KEY
@@ -63,6 +65,7 @@ class MedusaScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the worker's drafts; trees under a grammar lose the nodes it forbids."""
+        draft_token_ids = self._of_running(draft_token_ids)
         parents = draft_token_ids.parents if isinstance(draft_token_ids, TreeDraftTokenIds) else {}
         if not parents:
             return super().update_draft_token_ids(draft_token_ids)
@@ -86,6 +89,18 @@ class MedusaScheduler(Scheduler):
                 drafts[name] = list(trees[name].tokens)
         self._grammar_trees |= trees
         super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def _of_running(self, drafted: DraftTokenIds) -> DraftTokenIds:
+        """Drafts without those of sessions whose turn has just ended: the next turn says something else first."""
+        waits = {name for name in drafted.req_ids if _waits(self.requests.get(name))}
+        if not waits:
+            return drafted
+        kept = [place for place, name in enumerate(drafted.req_ids) if name not in waits]
+        parts = {part: [getattr(drafted, part)[place] for place in kept] for part in ("req_ids", "draft_token_ids")}
+        if isinstance(drafted, TreeDraftTokenIds):
+            parents = {name: rows for name, rows in drafted.parents.items() if name not in waits}
+            return replace(drafted, **parts, parents=parents)
+        return replace(drafted, **parts)
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
         """The same for a step that was scheduled before its drafts were known; none of them is left out."""
@@ -143,6 +158,8 @@ class MedusaScheduler(Scheduler):
         emitted, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if self._host_stats is not None and len(emitted) < accepted:
             leave_out(self._host_stats, len(emitted), accepted)
+        if stopped:
+            _forget_behind_the_end(request)
         return emitted, stopped
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,3 +231,19 @@ class MedusaScheduler(Scheduler):
 
 class MedusaAsyncScheduler(MedusaScheduler, AsyncScheduler):
     """The same over the host's asynchronous scheduler, which plans a step before it knows the outcome of the last."""
+
+
+def _forget_behind_the_end(request: Any) -> None:
+    """A request that ends in the middle of an accepted path has not computed what was dropped behind its end.
+
+    The host goes on from there with a session's next turn (`StreamingInput`). The last token is not computed yet, but
+    for what a step that runs already may do. vLLM 0.33 takes off what was dropped by itself; then nothing changes here.
+    """
+    most = request.num_tokens - 1 + request.num_output_placeholders
+    request.num_computed_tokens = min(request.num_computed_tokens, most)
+
+
+def _waits(request: Any) -> bool:
+    """Whether a session's turn has ended; with or without another one that waits its turn."""
+    waiting = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STREAMING_REQ)
+    return request is not None and request.resumable and request.status in waiting

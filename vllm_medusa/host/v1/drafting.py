@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,11 +50,10 @@ class Drafting:
         self.heads_seconds = 0.0
         self._asked = True
 
-    def begin_step(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """Drop what is known of requests that ended or lost their cache; nothing is spent on heads yet."""
-        for requests in (finished, preempted):
-            self.book.forget(requests)
-            self.lookups.forget(requests)
+    def begin_step(self, ended: Collection[str]) -> None:
+        """Drop what is known of requests that ended, lost their cache or begin; nothing is spent on heads yet."""
+        self.book.forget(ended)
+        self.lookups.forget(ended)
         self.heads_seconds = 0.0
 
     def next_drafts(
@@ -109,15 +108,24 @@ class Drafting:
         self.budget.heads_cost.observe(len(rows), self.heads_seconds)
         return draft
 
-    def learn(self, trees: StepTrees, lengths: npt.NDArray[np.int64], seconds: float) -> None:
-        """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
+    def learn(
+        self, trees: StepTrees, lengths: npt.NDArray[np.int64], whole: npt.NDArray[np.bool_], seconds: float
+    ) -> None:
+        """Learn from one step of decoding alone.
+
+        Args:
+            trees: the step's.
+            lengths: int64 [R], tokens of each walk.
+            whole: bool [R], walks that were not cut at the end of their request: the others tell nothing of promises.
+            seconds: of the step, heads included.
+        """
         if self.settings.adaptive:
             seconds = agreed_seconds(seconds)
         self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
         ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
-        promised = float(trees.reach.sum())
+        promised = float(trees.reach[whole].sum())
         if promised > 0.0:
-            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0]].sum()))
+            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0] & whole].sum()))
 
     def measure_heads(self, most: int) -> None:
         """Time the heads for up to `most` requests."""

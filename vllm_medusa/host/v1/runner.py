@@ -25,7 +25,7 @@ from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.target import part_of
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
-from vllm_medusa.host.v1.emission import emitted_lengths
+from vllm_medusa.host.v1.emission import Ends
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
 from vllm_medusa.tree.walk import Walk
@@ -132,7 +132,9 @@ class MedusaModelRunnerV1(GPUModelRunner):
         self._started = time.perf_counter()
         self.trees = None
         self.statistics.begin_step()
-        self.drafting.begin_step(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+        begun = [request.req_id for request in scheduler_output.scheduled_new_reqs]  # a session's next turn is one, too
+        ended = (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ()), *begun)
+        self.drafting.begin_step(ended)
         with self.statistics.stage("forward"):
             return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -174,7 +176,7 @@ class MedusaModelRunnerV1(GPUModelRunner):
         trees, walk, seconds = self.trees, self.tree_sampler.walk, None
         if trees is not None and walk is not None and trees.pure_decode:
             seconds = forward + time.perf_counter() - began
-            self.drafting.learn(trees, walk.lengths.numpy(), seconds)
+            self.drafting.learn(trees, walk.lengths.numpy(), ~self.tree_sampler.ended_early, seconds)
         counts = self.statistics.end_step(seconds)
         if counts is not None:
             self._send(counts, output)
@@ -188,7 +190,8 @@ class MedusaModelRunnerV1(GPUModelRunner):
         unfinished = self.discard_request_mask.np[: len(trees.requests)].astype(bool)
         states = [self.requests[request] for request in trees.requests]
         histories = [state.output_token_ids for state in states]
-        self.tree_sampler.rows = StepRows(trees, histories, unfinished)
+        ends = Ends(states, self.max_model_len)
+        self.tree_sampler.rows = StepRows(trees, histories, unfinished, ends)
         with self.statistics.stage("walk"):
             output = super()._sample(logits, spec_decode_metadata)
         walk = self.tree_sampler.walk
@@ -199,8 +202,7 @@ class MedusaModelRunnerV1(GPUModelRunner):
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
         tokens = walk.tokens.numpy()
-        emitted = emitted_lengths(states, tokens, walk.lengths.numpy(), self.max_model_len)
-        self.statistics.count(trees, roots, paths, tokens, emitted, decoding)
+        self.statistics.count(trees, roots, paths, tokens, walk.lengths.numpy(), decoding)
         if trees.num_nodes and not self.guard.judged:
             self._watch_heads(trees, paths, decoding)
         return output
