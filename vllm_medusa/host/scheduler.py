@@ -73,7 +73,7 @@ class MedusaScheduler(Scheduler):
         trees = {}
         for name, rows in parents.items():
             request = self.requests.get(name)
-            if request is None or request.is_finished() or request.is_prefill_chunk:
+            if request is None or request.is_finished() or request.is_prefill_chunk or name not in drafts:
                 continue
             tokens = drafts[name]
             if draft_token_ids.whole:
@@ -95,12 +95,9 @@ class MedusaScheduler(Scheduler):
         waits = {name for name in drafted.req_ids if _waits(self.requests.get(name))}
         if not waits:
             return drafted
-        kept = [place for place, name in enumerate(drafted.req_ids) if name not in waits]
-        parts = {part: [getattr(drafted, part)[place] for place in kept] for part in ("req_ids", "draft_token_ids")}
-        if isinstance(drafted, TreeDraftTokenIds):
-            parents = {name: rows for name, rows in drafted.parents.items() if name not in waits}
-            return replace(drafted, **parts, parents=parents)
-        return replace(drafted, **parts)
+        kept = [pair for pair in zip(drafted.req_ids, drafted.draft_token_ids, strict=True) if pair[0] not in waits]
+        names, tokens = [name for name, _ in kept], [drafts for _, drafts in kept]
+        return replace(drafted, req_ids=names, draft_token_ids=tokens)
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
         """The same for a step that was scheduled before its drafts were known; none of them is left out."""
@@ -185,8 +182,7 @@ class MedusaScheduler(Scheduler):
         """Stand in for the manager's: its own rows for sequences, ours for trees, in the order of `names`."""
         trees = {name: self._scheduled_tree(name, scheduled.get(name, ())) for name in names}
         if not any(tree is not None for tree in trees.values()):
-            bitmask: npt.NDArray[np.int32] | None = self._sequence_bitmask(requests, names, scheduled)
-            return bitmask
+            return self._sequence_rows(requests, names, scheduled)
         parts = []
         for name, tree in trees.items():
             if tree is not None and self._is_constrained(requests[name]):
@@ -194,8 +190,25 @@ class MedusaScheduler(Scheduler):
             elif tree is not None:
                 parts.append(self._path_rows(requests, name, tree, len(scheduled[name])))
             else:
-                parts.append(self._sequence_bitmask(requests, [name], scheduled).copy())
+                masks = self._sequence_rows(requests, [name], scheduled)
+                assert masks is not None
+                parts.append(masks.copy())
         return np.concatenate(parts)
+
+    def _sequence_rows(
+        self, requests: dict[str, Any], names: list[str], scheduled: dict[str, list[int]]
+    ) -> npt.NDArray[np.int32] | None:
+        """The manager's own masks. It would keep room for the largest tree of every request that may ever run at once;
+        here its room grows with what steps need."""
+        manager, most = self.structured_output_manager, 1 + self.vllm_config.num_speculative_tokens
+        fixed = grammar_rows_have_fixed_stride()
+        rows = sum(most if fixed else 1 + len(scheduled.get(name, ())) for name in names)
+        room = 0 if manager._grammar_bitmask is None else len(manager._grammar_bitmask)
+        if room < rows:
+            rows = min(max(rows, 2 * room), self.max_num_running_reqs * most)
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
+        masks: npt.NDArray[np.int32] | None = self._sequence_bitmask(requests, names, scheduled)
+        return masks
 
     def _path_rows(self, requests: dict[str, Any], name: str, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
         """Masks of a tree in which only the host knows where the grammar begins: asked for path by path.
@@ -209,7 +222,7 @@ class MedusaScheduler(Scheduler):
         for path in [*cut.leaves()] or [[]]:
             tokens = [tree.tokens[row - 1] for row in path]
             allowed = self.structured_output_manager.validate_tokens(requests[name], tokens)
-            masks = self._sequence_bitmask(requests, [name], {name: allowed})
+            masks = self._sequence_rows(requests, [name], {name: allowed})
             assert masks is not None
             for row, mask in zip([0, *path][: len(allowed) + 1], masks, strict=False):
                 filled[row] = mask

@@ -85,6 +85,7 @@ class Drafting:
         for position, row in enumerate(asking):
             if sizes[position] > 0:
                 drafts[row] = self.book.put(ids[row], draft, position, int(sizes[position])).tokens
+        self.book.settle(draft)
         return drafts
 
     def draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:

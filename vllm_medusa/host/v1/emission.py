@@ -36,7 +36,7 @@ class Ends:
             return False
         if row not in self._requests:
             self._requests[row] = _Request(self._states[row], self._longest)
-        return bool(check_stop(self._requests[row], self._longest))  # type: ignore[arg-type]
+        return bool(check_stop(self._requests[row], self._longest))
 
     def lengths(self, tokens: Ints, walked: Ints) -> Ints:
         """How many tokens of its walk each request gets.

@@ -19,6 +19,7 @@ from vllm_medusa.host.commit import find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
+from vllm_medusa.host.nans import nans_of_paths
 from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.startup import log_choices, logger, time_steps
 from vllm_medusa.host.statistics import Statistics
@@ -219,6 +220,19 @@ class MedusaModelRunnerV1(GPUModelRunner):
         if trees.is_tree.any():
             assert self.tree_cache is not None
             self.tree_cache.commit(*map(torch.from_numpy, find_moves(trees, paths)))
+
+    def _get_nans_in_logits(self, logits: Tensor | None) -> dict[str, int]:
+        """Of the rows from which a request's tokens were drawn; the host counts as if there were one for each request.
+
+        `VLLM_COMPUTE_NANS_IN_LOGITS` asks for it.
+        """
+        trees, walk = self.trees, self.tree_sampler.walk
+        if logits is None or trees is None or walk is None:
+            return super()._get_nans_in_logits(logits)
+        counts = nans_of_paths(logits, torch.from_numpy(trees.first_logit), walk.rows)
+        # The host reads a count from each row, by request: so many NaNs in a row of its own.
+        columns = torch.arange(max(1, int(counts.max())), device=counts.device)
+        return super()._get_nans_in_logits(torch.where(columns < counts[:, None], torch.nan, 0.0))
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of requests whose sample is discarded.

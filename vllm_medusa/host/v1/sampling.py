@@ -117,7 +117,7 @@ class TreeSampler:
         skip_ended = _rows_are_separable(sampling)
         histories = None if bare else _Histories(rows.histories, sampling.logitsprocs, rows.ends)
         walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
-        tokens = self._keep(rows, walk, histories and histories.ended).to(logits.device)
+        tokens = self._keep(rows, walk, None if histories is None else histories.ended).to(logits.device)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
     def _keep(self, rows: StepRows, walk: Walk, ended: Bools | None = None) -> Tensor:
