@@ -370,8 +370,9 @@ def nans(model: Path, heads: Path, **options: Any) -> dict[str, int]:
         logits = compute(hidden, *args)
         step = runner.trees.step
         if step is not None and len(logits) > step.batch.num_reqs:
-            row = step.batch.req_ids.index(next(name for name in step.batch.req_ids if name.startswith("second")))
-            logits[int(step.first_logit[row]), :3] = torch.nan
+            for row, name in enumerate(step.batch.req_ids):
+                if name.startswith("second"):
+                    logits[int(step.first_logit[row]), :3] = torch.nan
         return logits
 
     told = {"first": 0, "second": 0, "third": 0}
@@ -380,7 +381,7 @@ def nans(model: Path, heads: Path, **options: Any) -> dict[str, int]:
         for name, prompt, params in zip(told, prompts, sampling(greedy(3, 4)), strict=True):
             host.add_request(name, {"prompt_token_ids": prompt}, params)
         core = host.engine_core.engine_core
-        while core.scheduler.has_requests():
+        while core.scheduler.has_requests() or core.batch_queue:
             outputs, executed = core.step_fn()
             core.post_step(executed)
             for output in (o for by_client in (outputs or {}).values() for o in by_client.outputs):

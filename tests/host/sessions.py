@@ -59,7 +59,7 @@ def talk(engine: Engine, sessions: Sequence[Session], *, at_once: bool = False) 
         session.said, session.sent = [[]], 0
         for _ in range(len(session.turns) if at_once else 1):
             go_on(number)
-    while core.scheduler.has_requests():
+    while core.scheduler.has_requests() or core.batch_queue:
         outputs, executed = core.step_fn()
         core.post_step(executed)
         for output in (o for by_client in (outputs or {}).values() for o in by_client.outputs):
