@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("choosing", [{}, {"logprobs": 1}], ids=["likeliest", "by depth"])
 def test_not_a_number_is_told_of_the_request_that_met_it(tiny, tiny_medusa, drafting, monkeypatch, choosing):
     """`VLLM_COMPUTE_NANS_IN_LOGITS`: three NaNs at the root of the second request, and nobody else has any."""
-    from vllm import SamplingParams
+    from vllm import SamplingParams, envs
 
-    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    monkeypatch.setattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", True, raising=False)  # once read, the variable is kept
     runner, host = tiny_medusa.runner, tiny_medusa.llm.llm_engine
     prompts = random_prompts(np.random.default_rng(5), [5, 6, 7])
     asked = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **choosing)

@@ -109,24 +109,15 @@ class Drafting:
         self.budget.heads_cost.observe(len(rows), self.heads_seconds)
         return draft
 
-    def learn(
-        self, trees: StepTrees, lengths: npt.NDArray[np.int64], whole: npt.NDArray[np.bool_], seconds: float
-    ) -> None:
-        """Learn from one step of decoding alone.
-
-        Args:
-            trees: the step's.
-            lengths: int64 [R], tokens of each walk.
-            whole: bool [R], walks that were not cut at the end of their request: the others tell nothing of promises.
-            seconds: of the step, heads included.
-        """
+    def learn(self, trees: StepTrees, lengths: npt.NDArray[np.int64], seconds: float) -> None:
+        """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
         if self.settings.adaptive:
             seconds = agreed_seconds(seconds)
         self.cost.observe(trees.num_tokens, seconds - self.heads_seconds)
         ours = trees.ranks[:, :1] >= 0  # [R, 1]; empty where nothing was drafted
-        promised = float(trees.reach[whole].sum())
+        promised = float(trees.reach.sum())
         if promised > 0.0:
-            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0] & whole].sum()))
+            self.budget.trust.learn(promised, float((lengths - 1)[ours[:, 0]].sum()))
 
     def measure_heads(self, most: int) -> None:
         """Time the heads for up to `most` requests."""

@@ -1,8 +1,8 @@
-"""Where requests end, by the host's own rules: a walk goes no further.
+"""Where requests end, by the host's own rules.
 
-A draft may have an end-of-sequence token in the middle of a path, or be longer than what a request may still emit. The
-engine core drops what comes after, as plain decoding never had it. A walk that went on would still take draws from a
-generator that a session's next turn goes on with, and count tokens that nobody gets.
+A walk goes on behind an end-of-sequence token (a draft may have it in the middle of a path), or behind the last token
+that a request may emit; the engine core drops what comes after. So figures leave it out, and it takes no draws from a
+generator, with which a session's next turn goes on.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class MedusaModelRunnerV1(GPUModelRunner):
         trees, walk, seconds = self.trees, self.tree_sampler.walk, None
         if trees is not None and walk is not None and trees.pure_decode:
             seconds = forward + time.perf_counter() - began
-            self.drafting.learn(trees, walk.lengths.numpy(), ~self.tree_sampler.ended_early, seconds)
+            self.drafting.learn(trees, walk.lengths.numpy(), seconds)
         counts = self.statistics.end_step(seconds)
         if counts is not None:
             self._send(counts, output)
@@ -203,7 +203,8 @@ class MedusaModelRunnerV1(GPUModelRunner):
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
         tokens = walk.tokens.numpy()
-        self.statistics.count(trees, roots, paths, tokens, walk.lengths.numpy(), decoding)
+        emitted = ends.lengths(tokens, walk.lengths.numpy())
+        self.statistics.count(trees, roots, paths, tokens, emitted, decoding)
         if trees.num_nodes and not self.guard.judged:
             self._watch_heads(trees, paths, decoding)
         return output

@@ -42,7 +42,7 @@ class StepRows:
         histories: R lists, the tokens each request has emitted (the host's own lists; the walk lengthens them while
             it lasts).
         unfinished: bool [R], requests whose prompt is not computed to its end: the host discards what they sample.
-        ends: where requests end, which walks do not go beyond.
+        ends: where requests end; what a walk draws behind that is dropped by the host, and takes no generator's draws.
     """
 
     trees: StepTrees
@@ -70,7 +70,6 @@ class TreeSampler:
         self.last_stage: ProposalSampler | None = None
         self.rows: StepRows | None = None
         self.walk: Walk | None = None
-        self.ended_early: Bools = np.zeros(0, dtype=np.bool_)  # [R], walks that were cut at their request's end
 
     def judge_proposals(self) -> None:
         """From now on, candidates that were drawn from the heads' distributions are judged by these."""
@@ -99,7 +98,8 @@ class TreeSampler:
         if bare:
             found = native.greedy_walk(logits, first, ~rows.unfinished, trees.tokens, trees.parents, trees.sizes)
             if found is not None:
-                return SamplerOutput(self._keep(rows, Walk(*map(torch.from_numpy, found))), logprobs_tensors=None)
+                self.walk = Walk(*map(torch.from_numpy, found))
+                return SamplerOutput(sampled_token_ids=self.walk.tokens.to(torch.int32), logprobs_tensors=None)
 
         def draw(asked: Ints, standing: Ints, drawing: Bools) -> tuple[Tensor, LogprobsTensors | None]:
             at = torch.from_numpy(first[asked] + np.maximum(standing[asked], 0)).to(logits.device)
@@ -116,26 +116,9 @@ class TreeSampler:
 
         skip_ended = _rows_are_separable(sampling)
         histories = None if bare else _Histories(rows.histories, sampling.logitsprocs, rows.ends)
-        walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
-        tokens = self._keep(rows, walk, None if histories is None else histories.ended).to(logits.device)
+        self.walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
+        tokens = self.walk.tokens.to(logits.device, torch.int32)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
-
-    def _keep(self, rows: StepRows, walk: Walk, ended: Bools | None = None) -> Tensor:
-        """Remember the walk, without what lies behind the ends of requests: its tokens int32 [R, D + 1].
-
-        Args:
-            rows: the step.
-            walk: as walked.
-            ended: bool [R], walks that already went no further than their request; None: none did.
-        """
-        if ended is None:
-            lengths = rows.ends.lengths(walk.tokens.numpy(), walk.lengths.numpy())
-            ended = lengths < walk.lengths.numpy()
-            if ended.any():
-                kept = torch.arange(walk.rows.shape[1]) < torch.from_numpy(lengths)[:, None]
-                walk = Walk(walk.rows.where(kept, -1), walk.tokens.where(kept, -1), torch.from_numpy(lengths))
-        self.walk, self.ended_early = walk, ended
-        return walk.tokens.to(torch.int32)
 
 
 def _walk(
@@ -159,16 +142,17 @@ def _walk(
             path.append(standing)
             active = standing >= 0
             asked = np.flatnonzero(active) if skip_ended else everyone
-            drawn, information = draw(asked, standing, active & walking)
+            drawing = active & walking if histories is None else active & walking & ~histories.ended
+            drawn, information = draw(asked, standing, drawing)
             sampled = np.full_like(standing, -1)
             sampled[asked] = drawn.cpu().numpy()
             emitted.append(np.where(active, sampled, -1))
             logprobs.append(information)
             standing = np.where(walking, trees.children(standing, sampled), -1)
-            if histories is not None:
-                standing = np.where(histories.grow(sampled.tolist(), standing >= 0), standing, -1)
             if not (standing >= 0).any():
                 break
+            if histories is not None:
+                histories.grow(sampled.tolist(), standing >= 0)
     finally:
         if histories is not None:
             histories.restore()
@@ -249,7 +233,7 @@ class _Histories:
     the walk is emitted.
 
     Attributes:
-        ended: bool [R], requests that ended where their path goes on.
+        ended: bool [R], requests that have ended where their path goes on.
     """
 
     def __init__(self, histories: Sequence[list[int]], processors: LogitsProcessors, ends: Ends) -> None:
@@ -258,22 +242,15 @@ class _Histories:
         self._adapters = {p: p.req_info for p in processors.all if isinstance(p, AdapterLogitsProcessor) and p.req_info}
         self.ended = np.zeros(len(histories), dtype=np.bool_)
 
-    def grow(self, tokens: Sequence[int], moved: Bools) -> Bools:
-        """Append their tokens to the histories of requests that moved, and tell the processors.
-
-        Returns:
-            bool [R], requests that moved and have not ended by that.
-        """
+    def grow(self, tokens: Sequence[int], moved: Bools) -> None:
+        """Append their tokens to the histories of requests that moved, and tell the processors."""
         for row in np.flatnonzero(moved).tolist():
             self._histories[row].append(tokens[row])
-            self.ended[row] = self._ends(row)
-        going = moved & ~self.ended
-        if going.any():
-            for processor in self._processors.all:
-                processor.update_state(None)
-            for adapter, by_row in self._adapters.items():  # a request's own function is called once per emitted token
-                adapter.req_info = {row: function for row, function in by_row.items() if going[row]}
-        return going
+            self.ended[row] |= self._ends(row)
+        for processor in self._processors.all:
+            processor.update_state(None)
+        for adapter, by_row in self._adapters.items():  # a request's own function is called once per emitted token
+            adapter.req_info = {row: function for row, function in by_row.items() if moved[row]}
 
     def restore(self) -> None:
         """Take back everything that was appended."""
