@@ -17,7 +17,7 @@ help:
 	@echo "make test-fast   the tests that start no engine, under two minutes"
 	@echo "make test        all tests, under twenty minutes"
 	@echo "make test-long   SmolLM2 in full: every tree, 16 prompts of 128 tokens at batch 1, 4 and 16; 4,000 fuzzed schedules;"
-	@echo "                 ten minutes of spoilt heads; 1,000 requests on a server (about three hours)"
+	@echo "                 ten minutes of spoilt heads; 2,000 requests on a server (about three hours)"
 	@echo "make check       ruff, mypy, import boundaries"
 	@echo "make coverage    lines and branches of the core that test-fast runs; fails under 95 %"
 	@echo "make bench       all methods on MT-Bench, HumanEval, GSM8K from DATA=$(DATA) (NATIVE_HEADS=DIR adds native-chain)"

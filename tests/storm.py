@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
 ANSWER_SECONDS = 300.0
+CLOSE = 2e-3  # of log-probabilities in float32, in batches of other sizes
 WORDS = ("river", "stone", "green", "seven", "count", "the", "light", "north", "bread", "window", "slowly", "never")
 Body = dict[str, Any]
 
@@ -36,6 +38,8 @@ MALFORMED: tuple[tuple[str, Callable[[Body], Body | bytes]], ...] = (
     ("stop is a number", lambda body: body | {"stop": 7}),
     ("logit_bias of no token", lambda body: body | {"logit_bias": {"a word": 1.0}}),
     ("logprobs below zero", lambda body: body | {"logprobs": -3, "top_logprobs": -3}),
+    ("named tokens of no vocabulary", lambda body: body | {"logprobs": 1, "logprob_token_ids": [10**7]}),
+    ("prompt_logprobs in a stream", lambda body: body | {"stream": True, "prompt_logprobs": 2}),
     ("json cut short", lambda body: json.dumps(body).encode()[:-9]),
 )
 
@@ -62,18 +66,38 @@ class Request:
 
 @dataclass
 class Answer:
-    """What came back: a status (of an error in a stream, too; 0: the connection broke), text, why it ended, tokens."""
+    """What came back.
+
+    Attributes:
+        status: of HTTP, or of an error in a stream; 0: the connection broke.
+        text: of all choices.
+        finish: why the first choice ended.
+        tokens: that were generated.
+        error: what went wrong.
+        ended: why each request of the engine ended, of which one that asks for several answers brings several.
+        told: log-probabilities and scores, in the order in which they are written.
+    """
 
     status: int
     text: str = ""
     finish: str | None = None
     tokens: int = 0
     error: str = ""
+    ended: list[str] = field(default_factory=list)
+    told: list[float] = field(default_factory=list, compare=False)
+
+    def is_as(self, other: Answer) -> bool:
+        """Whether two answers say the same, what they tell about it within the rounding of float32."""
+        return self == other and len(self.told) == len(other.told) and np.allclose(self.told, other.told, atol=CLOSE)
 
 
 @dataclass
 class Storm:
-    """`count` requests from a seed: a tenth hang up, a twentieth are malformed, the rest are good."""
+    """`count` requests from a seed: a tenth hang up, a twentieth are malformed, the rest are good.
+
+    A third of the good ones want to know more than a text: log-probabilities, of named tokens too, of the prompt,
+    several answers, scores.
+    """
 
     count: int
     seed: int
@@ -111,9 +135,39 @@ class Storm:
         if number % 20 == 7:
             name, spoil = MALFORMED[(number // 20) % len(MALFORMED)]
             return Request(path, spoil(body), malformed=name)
+        if rng.random() < 0.08:
+            return self._scoring(rng, text)
+        if rng.random() < 0.4:
+            body |= self._shown(rng, body, chat=chat)
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         return Request(path, body)
+
+    def _shown(self, rng: random.Random, body: Body, *, chat: bool) -> Body:
+        """What else is asked for. Named tokens are few enough for any tokenizer."""
+        shown: Body = {}
+        kind = rng.choice(["likeliest", "likeliest", "named", "named", "none"])
+        named = rng.sample(range(3, 250), rng.randint(1, 5))
+        if kind != "none":
+            most = rng.randint(0, 5) if kind == "likeliest" else len(named)
+            shown |= {"logprobs": True, "top_logprobs": most} if chat else {"logprobs": most}
+        if kind == "named":
+            shown |= {"logprob_token_ids": named}
+        if rng.random() < 0.4 and not body["stream"]:
+            shown |= {"prompt_logprobs": rng.randint(0, 4)}
+        if rng.random() < 0.3 and body["temperature"]:
+            shown |= {"n": 2}
+        if rng.random() < 0.3 and not chat and kind != "named":
+            shown |= {"echo": True}
+        if rng.random() < 0.3:
+            shown |= {"return_token_ids": True}
+        return shown
+
+    def _scoring(self, rng: random.Random, text: str) -> Request:
+        items = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        labels = rng.sample(range(3, 250), rng.randint(2, 5))
+        body = {"model": "model", "query": text, "items": items, "label_token_ids": labels}
+        return Request("/generative_scoring", body | {"apply_softmax": rng.random() < 0.5})
 
 
 async def blow(url: str, requests: Sequence[Request], clients: int) -> list[Answer]:
@@ -139,17 +193,53 @@ async def _send(client: httpx.AsyncClient, request: Request) -> Answer:
         async with client.stream("POST", request.path, content=content, headers=headers) as response:
             if response.status_code != 200:
                 return Answer(response.status_code, error=(await response.aread()).decode())
-            return await _read_stream(response, request.hangs_up)
+            return await _read_stream(response, request.body, request.hangs_up)
     response = await client.post(request.path, content=content, headers=headers)
     if response.status_code != 200:
         return Answer(response.status_code, error=response.text)
     data = response.json()
-    choice = data["choices"][0]
-    return Answer(200, _text(choice, "message"), choice["finish_reason"], data["usage"]["completion_tokens"])
+    tokens = data["usage"]["completion_tokens"]
+    if "choices" not in data:
+        scores = [item["score"] for item in data["data"]]
+        return Answer(200, finish="length", tokens=tokens, ended=["length"] * len(scores), told=scores)
+    ended = [choice["finish_reason"] for choice in data["choices"]]
+    text = "".join(_text(choice, "message") for choice in data["choices"])
+    told = _prompt_told(data.get("prompt_logprobs"))
+    for choice in data["choices"]:
+        told += [*_told(choice, request.body), *_prompt_told(choice.get("prompt_logprobs"))]
+    return Answer(200, text, ended[0], tokens, ended=ended, told=told)
 
 
-async def _read_stream(response: httpx.Response, hangs_up: int | None) -> Answer:
+def _told(choice: dict[str, Any], body: Any) -> list[float]:
+    """Log-probabilities of a choice's tokens, and of named ones.
+
+    Not those of the likeliest beside them: vLLM 0.32 itself shows others as long as a request that names some is in the
+    same batch (`host/v1/logprobs.py`).
+    """
+    shown = choice.get("logprobs")
+    if not shown:
+        return []
+    if "content" in shown:
+        places = [(place["logprob"], [top["logprob"] for top in place["top_logprobs"]]) for place in shown["content"]]
+    else:
+        tops = shown["top_logprobs"] or [None] * len(shown["tokens"])
+        places = [
+            (value or 0.0, list((top or {}).values())) for value, top in zip(shown["token_logprobs"], tops, strict=True)
+        ]
+    named = "logprob_token_ids" in body
+    return [value for drawn, tops in places for value in (drawn, *(sorted(tops) if named else ()))]
+
+
+def _prompt_told(places: Any) -> list[float]:
+    """Log-probabilities of a prompt's tokens, place by place, in order of size: equals change places."""
+    return [value for place in places or () for value in sorted(top["logprob"] for top in (place or {}).values())]
+
+
+async def _read_stream(response: httpx.Response, body: Body, hangs_up: int | None) -> Answer:
     answer, chunks = Answer(200), 0
+    texts: dict[int, str] = {}
+    told: dict[int, list[float]] = {}
+    reasons: dict[int, str] = {}
     async for line in response.aiter_lines():
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
@@ -157,13 +247,19 @@ async def _read_stream(response: httpx.Response, hangs_up: int | None) -> Answer
         if "error" in data:
             return Answer(int(data["error"].get("code") or 500), error=str(data["error"]))  # a stream begins with 200
         for choice in data["choices"]:
-            answer.text += _text(choice, "delta")
-            answer.finish = choice["finish_reason"] or answer.finish
+            texts[choice["index"]] = texts.get(choice["index"], "") + _text(choice, "delta")
+            told.setdefault(choice["index"], []).extend(_told(choice, body))
+            if choice["finish_reason"]:
+                reasons[choice["index"]] = choice["finish_reason"]
         if data.get("usage"):
             answer.tokens = data["usage"]["completion_tokens"]
         chunks += 1
         if hangs_up is not None and chunks >= hangs_up:
             break  # leaving the response closes the connection
+    answer.text = "".join(text for _, text in sorted(texts.items()))
+    answer.told = [value for _, values in sorted(told.items()) for value in values]
+    answer.ended = [reason for _, reason in sorted(reasons.items())]
+    answer.finish = reasons.get(0)
     return answer
 
 

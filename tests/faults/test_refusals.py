@@ -37,6 +37,18 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"distributed_executor_backend": "external_launcher"},
         "distributed_executor_backend='external_launcher': it gives every rank a scheduler of its own",
     ),
+    "prefill without the rows that nobody reads": (
+        {"kv_sharing_fast_prefill": True},
+        "kv_sharing_fast_prefill=True: it gives shared layers metadata of rows alone",
+    ),
+    "experts by token": (
+        {"enable_return_routed_experts": True},
+        "enable_return_routed_experts=True: vLLM notes experts by the row of a draft",
+    ),
+    "experts by token, said otherwise": (
+        {"aux_output_config": {"enable_return_routed_experts": True}},
+        "enable_return_routed_experts=True: vLLM notes experts by the row of a draft",
+    ),
     "a worker of somebody's own": ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker': not served"),
     "a scheduler of somebody's own": (
         {"scheduler_cls": "some.Scheduler"},

@@ -139,7 +139,7 @@ def hidden_row_of_the_root(patch: Patch) -> None:
 def half_prompts_walk(patch: Patch) -> None:
     """Requests whose prompt is not computed to its end draw from their generators."""
     original = runner.StepRows
-    patch.setattr(runner, "StepRows", lambda step, said, unfinished: original(step, said, np.zeros_like(unfinished)))
+    patch.setattr(runner, "StepRows", lambda step, said, late, ends: original(step, said, np.zeros_like(late), ends))
 
 
 def any_child_will_do(patch: Patch) -> None:

@@ -15,6 +15,7 @@ from engines import Engine, random_tree, start
 from vllm_medusa.tree.topology import Tree
 
 NODES = 8
+AS_SERVED = {"max_model_len": 512, "block_size": 32, "disable_log_stats": False}  # statistics as a server keeps them
 PROMISE = 0.5  # reach of each node that an oracle drafts
 _STARTED: dict[str, Engine] = {}
 
@@ -43,7 +44,7 @@ def engine(
         if heads is not None:
             medusa = {"num_speculative_tokens": NODES, "adaptive": False, **options.pop("medusa", {})}
             options["medusa"] = medusa
-        _STARTED[key] = started = start(model, heads, **{"max_model_len": 512, "block_size": 32, **options})
+        _STARTED[key] = started = start(model, heads, **{**AS_SERVED, **options})
         assert started.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == is_async
         if graphs:
             interpreter.record_graphs(started.runner, list(graphs))

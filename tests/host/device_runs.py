@@ -303,6 +303,103 @@ def prefix_cache(model: Path, heads: Path, *, change: str = "", **options: Any) 
     return wrong, [output.num_cached_tokens for output in outputs]
 
 
+def told(model: Path, heads: Path, **options: Any) -> tuple[dict[str, float], str]:
+    """What an engine shows of three requests at a time: seconds by stage in its metrics, and its line in the log."""
+    from prometheus_client import REGISTRY
+
+    from vllm_medusa.host.metrics.figures import Counts
+    from vllm_medusa.host.metrics.logline import describe
+
+    def seconds() -> dict[str, float]:
+        return {
+            sample.labels["stage"]: sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name == "vllm_medusa:stage_seconds_total"
+        }
+
+    trees = engine(model, heads, **options)
+    before: dict[str, float] = seconds()
+    reports: list[Counts] = []
+    put = type(trees.runner)._tell
+
+    def tell(self: Any, output: Any) -> None:
+        put(self, output)
+        if (figures := getattr(output, "medusa_figures", None)) is not None:
+            reports.append(figures.counts)
+
+    trees.runner._figures_due = 0.0
+    with _replaced(type(trees.runner), "_tell", tell):
+        trees.tokens(random_prompts(np.random.default_rng(4), [5, 6, 7]), sampling(greedy(3, 30)))
+    total = Counts()
+    for counts in reports:
+        total.add(counts)
+    return {stage: value - before.get(stage, 0.0) for stage, value in seconds().items()}, describe(total, None)
+
+
+def sessions(model: Path, heads: Path, firsts: list[int], seconds: list[int], **options: Any) -> dict[str, Any]:
+    """Sessions of two turns of all these lengths, one turn after the other."""
+    from sessions import Session, talk
+
+    plain, trees = engine(model), engine(model, heads, **options)
+    wrong = []
+    rng = np.random.default_rng(6)
+    with Steps(trees) as steps:
+        for first in firsts:
+            prompts = random_prompts(rng, rng.integers(1, 40, 2 * len(seconds)).tolist())
+            made = [
+                Session([(prompts.pop(), {"max_tokens": first}), (prompts.pop(), {"max_tokens": second})])
+                for second in seconds
+            ]
+            expected = talk(plain, made)
+            texts = [session.text(turn) for session in made for turn in (0, 1)]
+            longer = plain.tokens(texts, sampling([{"temperature": 0, "max_tokens": 20}] * len(texts)))
+            oracle = DeviceOracle(trees, [t + a for t, a in zip(texts, longer, strict=True)], static, VOCAB)
+            oracle.must_know, oracle.misses = False, 0.0
+            with drafting(oracle):
+                found = talk(trees, made)
+            wrong += [f"{first}: {a} in place of {b}" for a, b in zip(found, expected, strict=True) if a != b]
+    return {"differences": wrong, "length": steps.length}
+
+
+def nans(model: Path, heads: Path, **options: Any) -> dict[str, int]:
+    """NaNs that three requests are told of when there are three in a row of the second one.
+
+    For steps without trees vLLM counts by a kernel that the interpreter cannot run.
+    """
+    from vllm.v1.worker.gpu.sample import sampler
+
+    trees = engine(model, heads, **options)
+    runner, host = trees.runner, trees.llm.llm_engine
+    compute = runner.model.compute_logits
+
+    def compute_logits(hidden: Any, *args: Any) -> Any:
+        logits = compute(hidden, *args)
+        step = runner.trees.step
+        if step is not None and len(logits) > step.batch.num_reqs:
+            for row, name in enumerate(step.batch.req_ids):
+                if name.startswith("second"):
+                    logits[int(step.first_logit[row]), :3] = torch.nan
+        return logits
+
+    told = {"first": 0, "second": 0, "third": 0}
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(sampler, "get_num_nans", lambda logits: logits.isnan().sum(1, dtype=torch.int32)))
+        stack.enter_context(_replaced(runner.sampler, "compute_nans", True))
+        stack.enter_context(_replaced(runner.model, "compute_logits", compute_logits))
+        prompts = random_prompts(np.random.default_rng(5), [5, 6, 7])
+        for name, prompt, params in zip(told, prompts, sampling(greedy(3, 4)), strict=True):
+            host.add_request(name, {"prompt_token_ids": prompt}, params)
+        core = host.engine_core.engine_core
+        while core.scheduler.has_requests() or core.batch_queue:
+            outputs, executed = core.step_fn()
+            core.post_step(executed)
+            for output in (o for by_client in (outputs or {}).values() for o in by_client.outputs):
+                name = output.request_id.split("-")[0]
+                told[name] = max(told[name], output.num_nans_in_logits)
+    return told
+
+
 def _logprobs(completion: Any) -> Any:
     return [[(token, e.logprob, e.rank) for token, e in place.items()] for place in completion.logprobs]
 

@@ -194,6 +194,28 @@ def test_width_by_the_number_of_requests(ask: Ask) -> None:
     assert run["length"] > 1.2
 
 
+def test_reports_of_times_in_which_no_tree_was_checked(ask: Ask) -> None:
+    """A table that says so; what a server shows in its metrics and its log of a period without a walk."""
+    medusa = {"num_speculative_tokens_per_batch_size": [(1, 1, NODES), (2, 16, 0)]}
+    run = ask("compare", [4, 9, 33], greedy(3, 12), medusa=medusa, is_async=True)
+    assert run["differences"] == []
+    shown, line = ask("told", medusa=medusa, is_async=True)
+    assert shown["forward"] > 0 and shown["walk"] == 0 and sum(shown.values()) > 0
+    assert "Drafted: 0 nodes" in line and "walk 0.0%" in line
+
+
+@IN_BOTH
+def test_sessions_go_on(ask: Ask, is_async: bool) -> None:
+    """After a turn that ended inside an accepted path, whatever its length and that of the next one."""
+    run = ask("sessions", list(range(2, 9)), list(range(1, 9)), is_async=is_async)
+    assert run["differences"] == [] and run["length"] > 1.5
+
+
+def test_not_a_number_is_told_of_the_request_that_met_it(ask: Ask) -> None:
+    """`VLLM_COMPUTE_NANS_IN_LOGITS`: of the rows on its path, and of nobody else's."""
+    assert ask("nans") == {"first": 0, "second": 3, "third": 0}
+
+
 def test_width_by_what_steps_cost(ask: Ask) -> None:
     """Measured at start-up; the scheduler knows from the second step on."""
     run = ask("compare", LENGTHS, greedy(4, 12), medusa={"adaptive": True})

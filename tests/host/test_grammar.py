@@ -248,3 +248,16 @@ def test_both_layouts_of_mask_rows(speaker_medusa, monkeypatch, fixed):
     rows = core._tree_rows(Request, tree, 3)
     assert rows.shape[0] == (33 if fixed else 4)
     assert (rows[:4] != -1).any(axis=1).all() and (rows[4:] == -1).all()
+
+
+def test_room_for_masks_grows_with_what_steps_need(speaker_medusa, drafting):
+    """Not with the largest tree of every request that may ever run at once: 16 of 33 rows."""
+    manager = speaker_medusa.llm.llm_engine.engine_core.engine_core.scheduler.structured_output_manager
+    manager._grammar_bitmask = None
+    prompts = prompt_ids(speaker_medusa)
+    truth = speaker_medusa.answer(prompts, params_for("regex"))
+    drafting(drafted(speaker_medusa, prompts, truth))
+    found = speaker_medusa.answer(prompts, [params_for("regex"), *[params_for(None)] * 3, *[params_for("regex")] * 2])
+    assert all(is_valid("regex", found[row].text) for row in (0, 4, 5))
+    rows = len(manager._grammar_bitmask)
+    assert 0 < rows <= 2 * len(prompts) < 16 * 33

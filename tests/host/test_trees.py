@@ -7,7 +7,7 @@ import torch
 from engines import random_tree
 
 from vllm_medusa.host.trees import DraftBook, lay_trees
-from vllm_medusa.proposer import TreeDraft
+from vllm_medusa.proposer import DrawnTokens, TreeDraft
 from vllm_medusa.tree.walk import step_to_child
 
 
@@ -66,3 +66,30 @@ def test_a_walk_goes_to_the_same_children_in_either_form():
         tree_tensors = (torch.from_numpy(values) for values in (step.tokens, step.parents, step.sizes))
         wanted = step_to_child(torch.from_numpy(rows), torch.from_numpy(sampled), *tree_tensors)
         assert step.children(rows, sampled).tolist() == wanted.tolist()
+
+
+def test_what_candidates_were_drawn_from_is_held_once_for_each_request_that_waits():
+    """Sixteen requests, of which each was drafted in another step and then waits: not sixteen batches are held."""
+    batch, heads, vocab = 16, 4, 50
+    book = DraftBook()
+    for step in range(batch):
+        probabilities = torch.rand(batch, heads, vocab)
+        whole = np.zeros((batch, 3), dtype=np.int64)
+        drawn = DrawnTokens(np.ones(batch, dtype=bool), probabilities, None)
+        sizes = np.full(batch, 3)
+        draft = TreeDraft(whole + step, whole, whole, whole.astype(np.float32), sizes, drawn=drawn)
+        for row in range(step, batch):  # the ones before wait
+            book.put(str(row), draft, row, 3)
+        book.settle(draft)
+        entry = book.get("0", [0, 0, 0])
+        assert entry is not None and entry.draft.drawn is not None
+        if step == 0:
+            first = probabilities[0].clone()
+        assert torch.equal(entry.draft.drawn.probabilities[entry.row], first)
+    held = {
+        entry.draft.drawn.probabilities.untyped_storage().data_ptr(): entry.draft.drawn.probabilities.nbytes
+        for row in range(batch)
+        if (entry := book.get(str(row), [row] * 3)) is not None and entry.draft.drawn is not None
+    }
+    assert sum(held.values()) <= 2 * batch * heads * vocab * 4
+    assert len(held) == batch

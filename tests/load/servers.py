@@ -16,8 +16,24 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 
 @contextmanager
-def serve(model: str, heads: str | None, folder: Path, blocks: int) -> Iterator[Server]:
-    """`vllm serve` in float32 with `blocks` KV blocks, its log in `folder`."""
+def serve(
+    model: str,
+    heads: str | None,
+    folder: Path,
+    blocks: int,
+    *,
+    interpreted: bool = False,
+    seconds: float = START_SECONDS,
+) -> Iterator[Server]:
+    """`vllm serve` in float32 with `blocks` KV blocks, its log in `folder`.
+
+    Args:
+        model, heads: that are served; no heads: plain.
+        folder: of the log.
+        blocks: KV blocks.
+        interpreted: on Model Runner V2, by Triton's interpreter.
+        seconds: until it must be up.
+    """
     port, template = free_port(), folder / "template.jinja"
     template.write_text(TEMPLATE, encoding="utf-8")
     options = ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
@@ -26,7 +42,9 @@ def serve(model: str, heads: str | None, folder: Path, blocks: int) -> Iterator[
     if heads is not None:
         options += ["--speculative-config", json.dumps({"method": "medusa", "model": heads})]
     command = [Path(sys.executable).with_name("vllm"), "serve", model, *options]
-    with served(command, os.environ, port, folder / "log.txt", START_SECONDS) as server:
+    if interpreted:
+        command = [Path(sys.executable), Path(__file__).with_name("interpreted_server.py"), "serve", model, *options]
+    with served(command, os.environ, port, folder / "log.txt", seconds) as server:
         yield server
 
 

@@ -1,6 +1,7 @@
 """A server under load: good requests get plain vLLM's answers, bad ones are refused, nothing is left behind.
 
-SmolLM2 and its heads with 1,000 requests: MEDUSA_LONG=1. A tiny model with 160, in a minute and a half: MEDUSA_STORM=1.
+SmolLM2 and its heads with 2,000 requests: MEDUSA_LONG=1. A tiny model with 160, in a minute and a half: MEDUSA_STORM=1;
+with any other number of requests: MEDUSA_STORM=2000, say.
 CI storms the server of tests/examples/test_serve.py with a few.
 """
 
@@ -21,14 +22,14 @@ from served import Server
 from servers import serve, tiny_speaker
 from storm import Answer, Request, Storm, blow
 
-LONG, SHORT = (os.environ.get(name) == "1" for name in ("MEDUSA_LONG", "MEDUSA_STORM"))
+LONG, SHORT = os.environ.get("MEDUSA_LONG") == "1", int(os.environ.get("MEDUSA_STORM") or 0)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.server,
     pytest.mark.skipif(not (LONG or SHORT), reason="minutes: MEDUSA_LONG=1, or MEDUSA_STORM=1"),
 ]
 CLIENTS = 32
-STORM = Storm(1000 if LONG else 160, seed=11)
+STORM = Storm(2000 if LONG else SHORT if SHORT > 1 else 160, seed=11)
 FIRST = 100  # requests after which memory is looked at for the first time
 
 
@@ -87,7 +88,7 @@ def test_good_requests_are_answered_as_plain_vllm_answers_them(
         if not request.good:
             continue
         assert plain.status == 200, (number, plain)
-        assert ours == plain, (number, request)
+        assert ours.is_as(plain), (number, request, ours, plain)
         compared += ours.tokens
     assert compared > 5 * len(STORM.requests)
     print(f"{sum(r.good for r in STORM.requests)} good requests, {compared} tokens compared")
@@ -104,7 +105,7 @@ def test_malformed_requests_are_refused_as_plain_vllm_refuses_them(
         assert ours.status == plain.status, (request, ours, plain)
         assert ours.error.strip() and "Traceback" not in ours.error
         kinds[request.malformed] += 1
-    assert len(kinds) >= (20 if LONG else 8)
+    assert len(kinds) >= (22 if len(STORM.requests) > 440 else 8)
 
 
 def test_nothing_is_left_behind_and_the_metrics_are_true(storm: tuple[list[Answer], list[int]], server: Server) -> None:
@@ -112,8 +113,9 @@ def test_nothing_is_left_behind_and_the_metrics_are_true(storm: tuple[list[Answe
     server.wait_until_idle()
     good = [answer for request, answer in zip(STORM.requests, storm[0], strict=True) if request.good]
     finished = server.samples("vllm:request_success_total", "finished_reason")
-    assert finished["stop"] + finished["length"] == len(good)
-    assert finished["length"] == sum(answer.finish == "length" for answer in good)
+    ended = [reason for answer in good for reason in answer.ended]
+    assert finished["stop"] + finished["length"] == len(ended)
+    assert finished["length"] == ended.count("length")
     assert sum(server.samples("vllm:kv_cache_usage_perc", "engine").values()) == 0
     generated = sum(server.samples("vllm:generation_tokens_total", "engine").values())
     hung_up = sum(request.hangs_up is not None for request in STORM.requests)

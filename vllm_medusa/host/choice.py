@@ -84,7 +84,6 @@ def refuse_on_v2(args: Any) -> None:
         ("enable_trace_replay", False),
         ("return_sampling_mask", False),
         ("enable_prompt_embeds", False),
-        ("kv_sharing_fast_prefill", False),
     ):
         value = getattr(args, key, usual)
         if value not in (usual, False):

@@ -53,6 +53,7 @@ def create_speculative_config(
     platform = _platform()
     refuse_without_effect(given, target_parallel_config.tensor_parallel_size)
     _refuse_unsupported(args, target_model_config, target_parallel_config, WORKERS[platform])
+    _refuse_sides(args)
     runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
     if runner == "V1":
         refuse_on_v1(given, on_cpu=platform == "cpu")
@@ -179,3 +180,13 @@ def _kv_cache_scheme(model: Any) -> Any:
     """How a checkpoint wants its keys and values quantized, if it does."""
     quantization = getattr(model.hf_config, "quantization_config", None)
     return quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+
+
+def _refuse_sides(args: EngineArgs) -> None:
+    """What beside the tokens takes the rows of a request for a sequence."""
+    if args.kv_sharing_fast_prefill:
+        fix = "it gives shared layers metadata of rows alone, as if drafts were one sequence; leave it at False"
+        raise MedusaError.of("kv_sharing_fast_prefill", True, fix)
+    if args.aux_output_config.enable_return_routed_experts:
+        fix = "vLLM notes experts by the row of a draft, not by the path that is accepted; leave it at False"
+        raise MedusaError.of("enable_return_routed_experts", True, fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -70,6 +72,7 @@ class MedusaScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the worker's drafts; trees under a grammar lose the nodes it forbids."""
+        draft_token_ids = self._of_running(draft_token_ids)
         parents = draft_token_ids.parents if isinstance(draft_token_ids, TreeDraftTokenIds) else {}
         if not parents:
             return super().update_draft_token_ids(draft_token_ids)
@@ -77,7 +80,7 @@ class MedusaScheduler(Scheduler):
         trees = {}
         for name, rows in parents.items():
             request = self.requests.get(name)
-            if request is None or request.is_finished() or request.is_prefill_chunk:
+            if request is None or request.is_finished() or request.is_prefill_chunk or name not in drafts:
                 continue
             tokens = drafts[name]
             if draft_token_ids.whole:
@@ -93,6 +96,15 @@ class MedusaScheduler(Scheduler):
                 drafts[name] = list(trees[name].tokens)
         self._grammar_trees |= trees
         super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def _of_running(self, drafted: DraftTokenIds) -> DraftTokenIds:
+        """Drafts without those of sessions whose turn has just ended: the next turn says something else first."""
+        waits = {name for name in drafted.req_ids if _waits(self.requests.get(name))}
+        if not waits:
+            return drafted
+        kept = [pair for pair in zip(drafted.req_ids, drafted.draft_token_ids, strict=True) if pair[0] not in waits]
+        names, tokens = [name for name, _ in kept], [drafts for _, drafts in kept]
+        return replace(drafted, req_ids=names, draft_token_ids=tokens)
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
         """The same for a step that was scheduled before its drafts were known; none of them is left out."""
@@ -155,6 +167,8 @@ class MedusaScheduler(Scheduler):
                 leave_out(self._host_stats, len(emitted), accepted)
             if getattr(request, "spec_decode_metrics", None) is not None:
                 leave_out_of_request(request.spec_decode_metrics, len(emitted), accepted)
+        if stopped:
+            _forget_behind_the_end(request)
         return emitted, stopped
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +194,7 @@ class MedusaScheduler(Scheduler):
         """Stand in for the manager's: its own rows for sequences, ours for trees, in the order of `names`."""
         trees = {name: self._scheduled_tree(name, scheduled.get(name, ())) for name in names}
         if not any(tree is not None for tree in trees.values()):
-            bitmask: npt.NDArray[np.int32] | None = self._sequence_bitmask(requests, names, scheduled)
-            return bitmask
+            return self._sequence_rows(requests, names, scheduled)
         parts = []
         for name, tree in trees.items():
             if tree is not None and self._is_constrained(requests[name]):
@@ -189,8 +202,25 @@ class MedusaScheduler(Scheduler):
             elif tree is not None:
                 parts.append(self._path_rows(requests, name, tree, len(scheduled[name])))
             else:
-                parts.append(self._sequence_bitmask(requests, [name], scheduled).copy())
+                masks = self._sequence_rows(requests, [name], scheduled)
+                assert masks is not None
+                parts.append(masks.copy())
         return np.concatenate(parts)
+
+    def _sequence_rows(
+        self, requests: dict[str, Any], names: list[str], scheduled: dict[str, list[int]]
+    ) -> npt.NDArray[np.int32] | None:
+        """The manager's own masks. It would keep room for the largest tree of every request that may ever run at once;
+        here its room grows with what steps need."""
+        manager, most = self.structured_output_manager, 1 + self.vllm_config.num_speculative_tokens
+        fixed = grammar_rows_have_fixed_stride()
+        rows = sum(most if fixed else 1 + len(scheduled.get(name, ())) for name in names)
+        room = 0 if manager._grammar_bitmask is None else len(manager._grammar_bitmask)
+        if room < rows:
+            rows = min(max(rows, 2 * room), self.max_num_running_reqs * most)
+            manager._grammar_bitmask = manager.backend.allocate_token_bitmask(rows)
+        masks: npt.NDArray[np.int32] | None = self._sequence_bitmask(requests, names, scheduled)
+        return masks
 
     def _path_rows(self, requests: dict[str, Any], name: str, tree: GrammarTree, size: int) -> npt.NDArray[np.int32]:
         """Masks of a tree in which only the host knows where the grammar begins: asked for path by path.
@@ -204,7 +234,7 @@ class MedusaScheduler(Scheduler):
         for path in [*cut.leaves()] or [[]]:
             tokens = [tree.tokens[row - 1] for row in path]
             allowed = self.structured_output_manager.validate_tokens(requests[name], tokens)
-            masks = self._sequence_bitmask(requests, [name], {name: allowed})
+            masks = self._sequence_rows(requests, [name], {name: allowed})
             assert masks is not None
             for row, mask in zip([0, *path][: len(allowed) + 1], masks, strict=False):
                 filled[row] = mask
@@ -226,3 +256,19 @@ class MedusaScheduler(Scheduler):
 
 class MedusaAsyncScheduler(MedusaScheduler, AsyncScheduler):
     """The same over the host's asynchronous scheduler, which plans a step before it knows the outcome of the last."""
+
+
+def _forget_behind_the_end(request: Any) -> None:
+    """A request that ends in the middle of an accepted path has not computed what was dropped behind its end.
+
+    The host goes on from there with a session's next turn (`StreamingInput`). The last token is not computed yet, but
+    for what a step that runs already may do. vLLM 0.33 takes off what was dropped by itself; then nothing changes here.
+    """
+    most = request.num_tokens - 1 + request.num_output_placeholders
+    request.num_computed_tokens = min(request.num_computed_tokens, most)
+
+
+def _waits(request: Any) -> bool:
+    """Whether a session's turn has ended; with or without another one that waits its turn."""
+    waiting = (RequestStatus.WAITING, RequestStatus.WAITING_FOR_STREAMING_REQ)
+    return request is not None and request.resumable and request.status in waiting

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.proposer import TreeDraft
+from vllm_medusa.proposer import DrawnTokens, TreeDraft
 from vllm_medusa.tree.topology import ancestor_masks_of, depths_of, keep_nodes
 
 Ints = npt.NDArray[np.int64]
@@ -45,6 +45,22 @@ class RequestDraft:
         )
         return RequestDraft(draft, 0, len(kept))
 
+    def alone(self) -> RequestDraft:
+        """The same without the other requests of its batch."""
+        if len(self.draft.sizes) == 1:
+            return self
+        one = slice(self.row, self.row + 1)
+        drawn = self.draft.drawn
+        draft = TreeDraft(
+            tokens=self.draft.tokens[one].copy(),
+            parents=self.draft.parents[one].copy(),
+            ranks=self.draft.ranks[one].copy(),
+            reach=self.draft.reach[one].copy(),
+            sizes=self.draft.sizes[one].copy(),
+            drawn=drawn and DrawnTokens(drawn.which[one], drawn.probabilities[one].clone(), drawn.token_map),
+        )
+        return RequestDraft(draft, 0, self.size)
+
 
 class DraftBook:
     """Drafts by request id. The scheduler may come back for one steps later, cut to a prefix, or never."""
@@ -57,6 +73,13 @@ class DraftBook:
         entry = RequestDraft(draft, row, size)
         self._drafts[request] = entry
         return entry
+
+    def settle(self, latest: TreeDraft) -> None:
+        """Drafts of earlier batches that still wait are kept alone: a batch may hold what its candidates were drawn
+        from, [B, K, V], and would be held as a whole by each request that waits."""
+        for request, entry in self._drafts.items():
+            if entry.draft is not latest and entry.draft.drawn is not None:
+                self._drafts[request] = entry.alone()
 
     def keep(self, request: str, kept: Ints) -> None:
         """Cut a request's draft down to the nodes `kept` (int64 [n], ascending, ancestor-closed)."""

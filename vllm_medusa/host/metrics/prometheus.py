@@ -108,13 +108,17 @@ class MedusaProm(SpecDecodingProm):
 def stage_seconds(seconds: Mapping[str, float]) -> dict[str, float]:
     """Times by stage that add up to the steps': the stages timed, and "host" for the rest.
 
+    Steps without drafts have neither a walk nor, perhaps, anything else but their forward pass.
+
     >>> stage_seconds({"forward": 1.0, "walk": 0.25, "commit": 0.0, "propose": 0.25, "step": 2.0})
     {'forward': 1.0, 'walk': 0.25, 'commit': 0.0, 'propose': 0.25, 'host': 0.5}
+    >>> stage_seconds({"forward": 1.0, "step": 1.5})
+    {'forward': 1.0, 'walk': 0.0, 'commit': 0.0, 'propose': 0.0, 'host': 0.5}
     """
     if not seconds:
         return {}
-    stages = {stage: seconds[stage] for stage in STAGES}
-    return {**stages, "host": max(seconds["step"] - sum(stages.values()), 0.0)}
+    stages = {stage: seconds.get(stage, 0.0) for stage in STAGES}
+    return {**stages, "host": max(seconds.get("step", 0.0) - sum(stages.values()), 0.0)}
 
 
 def rank_label(rank: int, candidates: int) -> str:

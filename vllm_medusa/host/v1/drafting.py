@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,11 @@ class Drafting:
         self.heads_seconds = 0.0
         self._asked = True
 
-    def begin_step(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """Drop what is known of requests that ended or lost their cache; nothing is spent on heads yet."""
-        for requests in (finished, preempted):
-            self.book.forget(requests)
-            self.lookups.forget(requests)
-        self.trusts.forget(finished)
+    def begin_step(self, ended: Collection[str]) -> None:
+        """Drop what is known of requests that ended, lost their cache or begin; nothing is spent on heads yet."""
+        self.book.forget(ended)
+        self.lookups.forget(ended)
+        self.trusts.forget(ended)
         self.heads_seconds = 0.0
 
     def next_drafts(
@@ -105,6 +104,7 @@ class Drafting:
         for position, row in enumerate(asking):
             if sizes[position] > 0:
                 drafts[row] = self.book.put(ids[row], draft, position, int(sizes[position])).tokens
+        self.book.settle(draft)
         return drafts
 
     def draft(self, rows: list[int], hidden: Tensor, roots: Tensor) -> TreeDraft:

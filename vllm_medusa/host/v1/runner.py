@@ -19,13 +19,14 @@ from vllm_medusa.host.commit import find_moves
 from vllm_medusa.host.grammar import KEPT
 from vllm_medusa.host.guard import AcceptanceGuard
 from vllm_medusa.host.metrics.figures import FIGURES, SEND_SECONDS, Counts, Figures
+from vllm_medusa.host.nans import nans_of_paths
 from vllm_medusa.host.ranks import is_first_rank
 from vllm_medusa.host.startup import log_choices, logger, time_steps
 from vllm_medusa.host.statistics import Statistics
 from vllm_medusa.host.target import part_of
 from vllm_medusa.host.trees import StepTrees, lay_trees
 from vllm_medusa.host.v1.drafting import Drafting
-from vllm_medusa.host.v1.emission import emitted_lengths
+from vllm_medusa.host.v1.emission import Ends
 from vllm_medusa.host.v1.sampling import StepRows, TreeSampler
 from vllm_medusa.kept import Kept
 from vllm_medusa.proposer import MedusaProposer, TreeDraft
@@ -137,7 +138,9 @@ class MedusaModelRunnerV1(GPUModelRunner):
         self._started = time.perf_counter()
         self.trees = None
         self.statistics.begin_step()
-        self.drafting.begin_step(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+        begun = [request.req_id for request in scheduler_output.scheduled_new_reqs]  # a session's next turn is one, too
+        ended = (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ()), *begun)
+        self.drafting.begin_step(ended)
         with self.statistics.stage("forward"):
             return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -193,7 +196,8 @@ class MedusaModelRunnerV1(GPUModelRunner):
         unfinished = self.discard_request_mask.np[: len(trees.requests)].astype(bool)
         states = [self.requests[request] for request in trees.requests]
         histories = [state.output_token_ids for state in states]
-        self.tree_sampler.rows = StepRows(trees, histories, unfinished)
+        ends = Ends(states, self.max_model_len)
+        self.tree_sampler.rows = StepRows(trees, histories, unfinished, ends)
         with self.statistics.stage("walk"):
             output = super()._sample(logits, spec_decode_metadata)
         walk = self.tree_sampler.walk
@@ -204,7 +208,7 @@ class MedusaModelRunnerV1(GPUModelRunner):
         decoding = ~unfinished & (trees.context >= self.input_batch.num_prompt_tokens[: len(trees.requests)])
         roots = self.input_batch.token_ids_cpu[np.arange(len(trees.requests)), trees.context]
         tokens = walk.tokens.numpy()
-        emitted = emitted_lengths(states, tokens, walk.lengths.numpy(), self.max_model_len)
+        emitted = ends.lengths(tokens, walk.lengths.numpy())
         self.statistics.count(trees, roots, paths, tokens, emitted, decoding)
         if trees.num_nodes and not self.guard.judged:
             self._watch_heads(trees, paths, decoding)
@@ -222,6 +226,19 @@ class MedusaModelRunnerV1(GPUModelRunner):
         if trees.is_tree.any():
             assert self.tree_cache is not None
             self.tree_cache.commit(*map(torch.from_numpy, find_moves(trees, paths)))
+
+    def _get_nans_in_logits(self, logits: Tensor | None) -> dict[str, int]:
+        """Of the rows from which a request's tokens were drawn; the host counts as if there were one for each request.
+
+        `VLLM_COMPUTE_NANS_IN_LOGITS` asks for it.
+        """
+        trees, walk = self.trees, self.tree_sampler.walk
+        if logits is None or trees is None or walk is None:
+            return super()._get_nans_in_logits(logits)
+        counts = nans_of_paths(logits, torch.from_numpy(trees.first_logit), walk.rows)
+        # The host reads a count from each row, by request: so many NaNs in a row of its own.
+        columns = torch.arange(max(1, int(counts.max())), device=counts.device)
+        return super()._get_nans_in_logits(torch.where(columns < counts[:, None], torch.nan, 0.0))
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of requests whose sample is discarded.

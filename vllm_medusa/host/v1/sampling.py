@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_medusa.host.trees import StepTrees
+from vllm_medusa.host.v1.emission import Ends
+from vllm_medusa.host.v1.logprobs import Wanted, in_path_order
 from vllm_medusa.host.v1.proposals import DrawnChildren, ProposalSampler
 from vllm_medusa.tree import native
 from vllm_medusa.tree.walk import Walk
@@ -40,11 +42,13 @@ class StepRows:
         histories: R lists, the tokens each request has emitted (the host's own lists; the walk lengthens them while
             it lasts).
         unfinished: bool [R], requests whose prompt is not computed to its end: the host discards what they sample.
+        ends: where requests end; what a walk draws behind that is dropped by the host, and takes no generator's draws.
     """
 
     trees: StepTrees
     histories: Sequence[list[int]]
     unfinished: Bools
+    ends: Ends = field(default_factory=Ends)
 
 
 class TreeSampler:
@@ -89,7 +93,7 @@ class TreeSampler:
         rows, self.rows = self.rows, None
         if rows is None:  # the host's own dry runs, before any request
             return self.sampler(logits[: len(metadata.num_draft_tokens)], sampling)
-        trees, first = rows.trees, rows.trees.first_logit
+        trees, first, wanted = rows.trees, rows.trees.first_logit, Wanted.of(sampling)
         bare = sampling.all_greedy and _only_asks_for_tokens(sampling)
         if bare:
             found = native.greedy_walk(logits, first, ~rows.unfinished, trees.tokens, trees.parents, trees.sizes)
@@ -103,15 +107,15 @@ class TreeSampler:
                 self.last_stage.drawn = DrawnChildren.find(trees, asked, standing, logits.shape[1])
             if bare:  # nothing but the argmax; the host's own, so that ties fall alike
                 return Sampler.greedy_sample(logits[at].to(torch.float32)), None
-            plain = _as_plain(sampling, torch.from_numpy(asked), drawing)
+            plain = wanted.ask(_as_plain(sampling, torch.from_numpy(asked), drawing))
             if standing.any():  # requests with a thinking budget have no drafts: they are asked at roots alone
                 plain = replace(plain, thinking_budget_state_holder=None)
             output = self.sampler(logits[at], plain)
-            information = _for_the_batch(output.logprobs_tensors, torch.from_numpy(asked), len(drawing))
-            return output.sampled_token_ids[:, 0], information
+            tokens = output.sampled_token_ids[:, 0]
+            return tokens, wanted.pick(output.logprobs_tensors, tokens, asked, len(drawing))
 
         skip_ended = _rows_are_separable(sampling)
-        histories = None if bare else _Histories(rows.histories, sampling.logitsprocs)
+        histories = None if bare else _Histories(rows.histories, sampling.logitsprocs, rows.ends)
         self.walk, logprobs = _walk(rows, draw, histories, skip_ended=skip_ended)
         tokens = self.walk.tokens.to(logits.device, torch.int32)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
@@ -138,7 +142,8 @@ def _walk(
             path.append(standing)
             active = standing >= 0
             asked = np.flatnonzero(active) if skip_ended else everyone
-            drawn, information = draw(asked, standing, active & walking)
+            drawing = active & walking if histories is None else active & walking & ~histories.ended
+            drawn, information = draw(asked, standing, drawing)
             sampled = np.full_like(standing, -1)
             sampled[asked] = drawn.cpu().numpy()
             emitted.append(np.where(active, sampled, -1))
@@ -147,13 +152,13 @@ def _walk(
             if not (standing >= 0).any():
                 break
             if histories is not None:
-                histories.grow(sampled.tolist(), (standing >= 0).tolist())
+                histories.grow(sampled.tolist(), standing >= 0)
     finally:
         if histories is not None:
             histories.restore()
     walked, tokens = np.stack(path, axis=1), np.stack(emitted, axis=1)
     lengths = (walked >= 0).sum(axis=1)
-    return Walk(*map(torch.from_numpy, (walked, tokens, lengths))), _in_path_order(logprobs)
+    return Walk(*map(torch.from_numpy, (walked, tokens, lengths))), in_path_order(logprobs)
 
 
 def _rows_are_separable(sampling: SamplingMetadata) -> bool:
@@ -220,36 +225,28 @@ def _as_plain(sampling: SamplingMetadata, asked: Tensor, drawing: Bools) -> Samp
     )
 
 
-def _for_the_batch(information: LogprobsTensors | None, asked: Tensor, batch: int) -> LogprobsTensors | None:
-    """Log-probabilities of the rows `asked` in their places among `batch` rows; the other rows are never read."""
-    if information is None or len(asked) == batch:
-        return information
-
-    def spread(values: Tensor) -> Tensor:
-        zeros = values.new_zeros(batch, *values.shape[1:])
-        return zeros.index_copy(0, asked.to(values.device), values) if len(values) else values
-
-    names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
-    return LogprobsTensors(*(spread(getattr(information, name)) for name in names))
-
-
 class _Histories:
     """The requests' emitted tokens, lengthened while a walk lasts; the host appends the tokens itself afterwards.
 
-    Penalties, bad words and min_tokens read these lists. A processor that drops a request because its history has
-    become long enough (min_tokens) stays right afterwards, since every token of the walk is emitted.
+    Penalties, bad words and min_tokens read these lists, and so do the rules by which requests end. A processor that
+    drops a request because its history has become long enough (min_tokens) stays right afterwards, since every token of
+    the walk is emitted.
+
+    Attributes:
+        ended: bool [R], requests that have ended where their path goes on.
     """
 
-    def __init__(self, histories: Sequence[list[int]], processors: LogitsProcessors) -> None:
-        self._histories, self._processors = histories, processors
+    def __init__(self, histories: Sequence[list[int]], processors: LogitsProcessors, ends: Ends) -> None:
+        self._histories, self._processors, self._ends = histories, processors, ends
         self._lengths = [len(history) for history in histories]
         self._adapters = {p: p.req_info for p in processors.all if isinstance(p, AdapterLogitsProcessor) and p.req_info}
+        self.ended = np.zeros(len(histories), dtype=np.bool_)
 
-    def grow(self, tokens: Sequence[int], moved: Sequence[bool]) -> None:
+    def grow(self, tokens: Sequence[int], moved: Bools) -> None:
         """Append their tokens to the histories of requests that moved, and tell the processors."""
-        for history, token, has_moved in zip(self._histories, tokens, moved, strict=True):
-            if has_moved:
-                history.append(token)
+        for row in np.flatnonzero(moved).tolist():
+            self._histories[row].append(tokens[row])
+            self.ended[row] |= self._ends(row)
         for processor in self._processors.all:
             processor.update_state(None)
         for adapter, by_row in self._adapters.items():  # a request's own function is called once per emitted token
@@ -261,16 +258,3 @@ class _Histories:
             adapter.req_info = by_row
         for history, length in zip(self._histories, self._lengths, strict=True):
             del history[length:]
-
-
-def _in_path_order(by_depth: Sequence[LogprobsTensors | None]) -> LogprobsTensors | None:
-    """Log-probabilities [R, ...] of each depth as the host wants them: [R * depths, ...], request by request."""
-    present = [tensors for tensors in by_depth if tensors is not None]
-    if not present:
-        return None
-    return LogprobsTensors(
-        *(
-            torch.stack([getattr(tensors, name) for tensors in present], dim=1).flatten(0, 1)
-            for name in ("logprob_token_ids", "logprobs", "selected_token_ranks")
-        )
-    )

@@ -17,7 +17,6 @@ from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -26,6 +25,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_medusa.host.nans import nans_of_paths
 from vllm_medusa.host.v2.clock import StageClock
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
 from vllm_medusa.tree.walk import Walk, greedy_walk, step_to_child
@@ -75,7 +75,6 @@ class TreeSampler:
         step = self.trees.step
         assert step is not None and step.batch is batch
         self.clock.mark("forward")
-        nans = get_num_nans(logits) if self.sampler.compute_nans else None
         tokens = batch.input_ids[batch.logits_indices]
         rows = _Rows(
             logits,
@@ -85,6 +84,7 @@ class TreeSampler:
         )
         walk, processed = (self._walk_at_once if self._at_once(rows, step) else self._walk_by_depth)(rows, step)
         step.walk = walk
+        nans = nans_of_paths(logits, step.first_logit, walk.rows) if self.sampler.compute_nans else None
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             walk.lengths.to(torch.int32),
             batch.seq_lens,
