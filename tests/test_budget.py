@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.between import Between
 from vllm_medusa.budget import NodeBudget
 from vllm_medusa.cost import GRID, StepCost
 from vllm_medusa.trust import LEAST_TRUST, Trust, Trusts
@@ -187,3 +188,25 @@ def test_trust_is_a_share_of_what_was_promised():
     for _ in range(2000):
         trust.learn(3.0, float(rng.binomial(6, 0.3)))  # 1.8 of 3
     assert trust.share == pytest.approx(0.6, abs=0.06)
+
+
+def test_what_passes_between_steps_is_spared_with_a_step() -> None:
+    """Eight nodes make a step five times as long, but not a step with all that vLLM does before the next one."""
+    cost = StepCost.from_points([(1, 0.010), (2, 0.011), (9, 0.050)])
+    reach = np.full((1, 8), 0.35, dtype=np.float32)
+
+    def nodes(waited: float) -> int:
+        budget = NodeBudget(cost, explore_every=10**9)
+        for _ in range(20):
+            budget.between.observe(waited)
+        return int(budget.share(reach, np.array([8]))[0])
+
+    assert nodes(0.0) < nodes(0.030) == 8
+
+
+def test_the_mean_between_steps_is_not_moved_by_one_long_wait() -> None:
+    between = Between()
+    for _ in range(50):
+        between.observe(0.01)
+    between.observe(60.0)
+    assert between.seconds < 0.011

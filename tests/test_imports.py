@@ -10,7 +10,7 @@ import pytest
 import vllm_medusa
 
 PACKAGE = Path(vllm_medusa.__file__).parent
-POLICY = ("pace.py", "cost.py", "trust.py", "tries.py", "budget.py", "widths.py")
+POLICY = ("between.py", "pace.py", "cost.py", "trust.py", "tries.py", "budget.py", "widths.py")
 CORE = (
     *("tree", "heads", "attention", "linear", *POLICY, "config.py", "proposer.py", "errors.py"),
     *("json_file.py", "kept.py", "compiled.py"),

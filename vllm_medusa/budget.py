@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from vllm_medusa.between import Between
 from vllm_medusa.cost import GRID, StepCost
 from vllm_medusa.tries import Tries
 
@@ -44,6 +45,7 @@ class NodeBudget:
         cost: seconds of steps without the heads.
         heads_cost: seconds of asking them, by requests.
         tries: tell it what serving takes.
+        between: what passes between steps; a step is worth sparing with all that it takes.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class NodeBudget:
         self.cost = cost
         self.heads_cost = StepCost()
         self.tries = Tries()
+        self.between = Between()
         self.hysteresis = hysteresis
         self.explore_every = explore_every
         self.retry_every = retry_every
@@ -145,7 +148,7 @@ class NodeBudget:
         """float32 [B], what the keys that a node of each request reads cost, in tokens at the rate lately reached."""
         if self.cost.node_key_seconds == 0.0:
             return None
-        rate = habit.rate or batch / float(self.cost.seconds(tokens, keys))
+        rate = habit.rate or batch / (float(self.cost.seconds(tokens, keys)) + self.between.seconds)
         return np.asarray(rate * self.cost.node_key_seconds * context, dtype=np.float32)
 
     def _asking(self, batch: int) -> float:
@@ -154,7 +157,7 @@ class NodeBudget:
     def _outlook(self, batch: int, tokens: int, counts: Ints, ordered: Floats, keys: float) -> tuple[Doubles, Doubles]:
         """Expected tokens (less dues) and seconds (without what these are for) [C] with `counts` nodes of `ordered`."""
         gained = batch + np.concatenate(([0.0], np.cumsum(ordered)))
-        return gained[counts], self.cost.seconds(tokens + counts, keys)
+        return gained[counts], self.cost.seconds(tokens + counts, keys) + self.between.seconds
 
     def _weigh(self, habit: _Habit, asked: float, bare: float) -> None:
         """Were the heads worth their time? A mean over steps, with some slack against fluttering."""

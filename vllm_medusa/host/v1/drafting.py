@@ -53,9 +53,13 @@ class Drafting:
         self.lookups = Lookups()
         self.heads_seconds = 0.0
         self._asked = True
+        self._ended = 0.0  # when the last step ended; 0: it was none of decoding alone
+        self._waited = 0.0  # seconds from then to this one
 
     def begin_step(self, ended: Collection[str]) -> None:
         """Drop what is known of requests that ended, lost their cache or begin; nothing is spent on heads yet."""
+        self._waited = time.perf_counter() - self._ended if self._ended else 0.0
+        self._ended = 0.0
         self.book.forget(ended)
         self.lookups.forget(ended)
         self.trusts.forget(ended)
@@ -132,6 +136,9 @@ class Drafting:
         """Learn from one step of decoding alone: R emitted `lengths`, and its `seconds`, heads included."""
         if self.settings.adaptive:
             seconds = agreed_seconds(seconds)
+            if self._waited:
+                self.budget.between.observe(agreed_seconds(self._waited))
+        self._ended = time.perf_counter()
         keys, node_keys = trees.context.sum(), (trees.context * trees.sizes).sum()
         seconds -= self.heads_seconds
         self.budget.tries.earn(self.cost.observe(trees.num_tokens, seconds, float(keys), float(node_keys)))
