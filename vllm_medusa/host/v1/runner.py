@@ -125,6 +125,11 @@ class MedusaModelRunnerV1(GPUModelRunner):
         """One line that says what serves."""
         log_choices(self.drafter, "Model Runner V1", self._kernel, "the host's sampler at each depth")
 
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's dry step: it has no trees. Engines that step together run one where they have nothing to do."""
+        self.trees = None
+        return super()._dummy_run(*args, **kwargs)
+
     # Forward ----------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,100 @@
+"""The kinds of models that people serve give plain vLLM's tokens: tiny random ones in float32, on both model runners."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device_runs import greedy, seeded
+from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
+from tiny_targets import MODELS, inspected_here, save_target
+
+pytestmark = pytest.mark.slow  # engines start
+EXPERTS = ("mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Folders of a kind of model and of heads for it, made when first asked for."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(kind: str) -> tuple[Path, Path]:
+        if kind not in made:
+            made[kind] = save_target(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return get
+
+
+def started(model: Path, heads: Path | None = None, **options: Any) -> Engine:
+    """An engine for it, with trees of up to 12 nodes where there are heads."""
+    architectures = json.loads((model / "config.json").read_text())["architectures"]
+    medusa = {"medusa": {"num_speculative_tokens": 12, "adaptive": False, **options.pop("medusa", {})}} if heads else {}
+    with inspected_here(*architectures):
+        return start(model, heads, **{"max_model_len": MAX_LEN, "block_size": 32, **medusa, **options})
+
+
+def assert_same(plain: Engine, trees: Engine) -> None:
+    """Heads draft, then an oracle does, in a batch of greedy and seeded requests; what it plants is accepted."""
+    from vllm import SamplingParams
+
+    prompts = random_prompts(np.random.default_rng(3), [3, 8, 21, 33, 60, 90])
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=i % 2, seed=i) for i in range(6)]
+    truth = plain.tokens(prompts, params)
+    assert all(len(set(answer)) > 8 for answer in truth), "answers that wander"
+    assert trees.tokens(prompts, params) == truth
+    by_prompt = {tuple(prompt): answer for prompt, answer in zip(prompts, truth, strict=True)}
+    trees.runner.medusa_report(reset=True)
+    trees.runner._draft = Oracle(trees, by_prompt, lambda rng: random_tree(rng, 12))
+    assert trees.tokens(prompts, params) == truth
+    assert trees.runner.medusa_report()["mean_accepted_length"] > 2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_on_model_runner_v1(target: Any, kind: str) -> None:
+    model, heads = target(kind)
+    assert_same(started(model), started(model, heads))
+
+
+@pytest.mark.parametrize("attention", ["CPU_ATTN", "TRITON_ATTN"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_on_model_runner_v2(ask: Callable[..., Any], target: Any, kind: str, attention: str) -> None:
+    """With a CPU's attention, and with our Triton kernels."""
+    pair = target(kind)
+    params = [*greedy(2, 14), *seeded(1, 8)]
+    run = ask("compare", [9, 33, 60], params, pair=pair, is_async=True, attention=attention)
+    assert run["differences"] == [] and run["length"] > 1.4
+
+
+def test_steps_are_timed_with_different_tokens(target: Any) -> None:
+    """At start-up: the same token everywhere would ask the same few experts, and a wide step would look too cheap."""
+    trees = started(*target("qwen3_moe"), medusa={"adaptive": True})
+    most: list[int] = []
+    embedding = trees.runner.model.model.embed_tokens
+    hook = embedding.register_forward_pre_hook(lambda _, given: most.append(len(given[0].unique())))
+    trees.runner.measure_step_cost()
+    hook.remove()
+    assert max(most) > 32
+
+
+def test_a_dry_step_knows_no_trees(target: Any) -> None:
+    """Between steps: an engine that steps together with others runs one while it has nothing to do."""
+    from vllm import SamplingParams
+
+    trees = started(*target("mixtral"))
+    trees.runner._draft = Oracle(trees, {}, lambda rng: random_tree(rng, 12))
+    trees.runner._draft._answer = lambda _: ()
+    engine = trees.llm.llm_engine
+    for number, prompt in enumerate(random_prompts(np.random.default_rng(3), [9, 33])):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    assert trees.runner.trees.is_tree.all()
+    with torch.inference_mode():
+        trees.runner._dummy_run(13, force_attention=True)
+    engine.abort_request(["0", "1"])
