@@ -90,16 +90,24 @@ def _attend_more_quickly() -> None:
 
     kernel = triton_attn.unified_attention
 
+    def gathered(cache: Any, *places: Any) -> Any:
+        as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # float8 cannot be gathered
+        return as_bytes[places].view(cache.dtype).float()
+
     def unified_attention(**given: Any) -> None:
         if HOSTS_KERNEL:
             kernel(**given)
             return
         bounds, block = given["cu_seqlens_q"].tolist(), given["k"].shape[1]
         options = {"softcap": given["softcap"], "sliding_window": given["window_size"][0] + 1, "dtype": torch.float32}
+        options["sinks"] = given["sinks"]
+        scales = [1.0 if given[name] is None else float(given[name][0, 0]) for name in ("k_descale", "v_descale")]
         for request, length in enumerate(given["seqused_k"].tolist()):
             rows, slots = slice(*bounds[request : request + 2]), torch.arange(length)
             blocks = given["block_table"][request][slots // block].long()
-            keys, values = (given[name][blocks, slots % block] for name in "kv")
+            keys, values = (
+                gathered(given[name], blocks, slots % block) * s for name, s in zip("kv", scales, strict=True)
+            )
             if rows.stop > rows.start:
                 given["out"][rows] = causal_attention(given["q"][rows], keys, values, given["softmax_scale"], **options)
 

@@ -1,8 +1,10 @@
-"""The kinds of models that people serve give plain vLLM's tokens: tiny random ones in float32, on both model runners."""
+"""The kinds of models that people serve give plain vLLM's tokens: tiny random ones, float32, both model runners."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 import torch
 from device_runs import greedy, seeded
 from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
-from tiny_targets import MODELS, inspected_here, save_target
+from tiny_targets import add_cache_scales, inspected_here, save_target
 
 pytestmark = pytest.mark.slow  # engines start
-EXPERTS = ("mixtral", "qwen3_moe")
+# vLLM's own refusal elsewhere: "FP8 KV cache on CPU requires x86 with AVX-512 or AMX."
+needs_float8 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="no AVX-512")
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +58,56 @@ def assert_same(plain: Engine, trees: Engine) -> None:
     assert trees.runner.medusa_report()["mean_accepted_length"] > 2
 
 
-@pytest.mark.parametrize("kind", MODELS)
+KINDS = ("mixtral", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_on_model_runner_v1(target: Any, kind: str) -> None:
     model, heads = target(kind)
     assert_same(started(model), started(model, heads))
 
 
-@pytest.mark.parametrize("attention", ["CPU_ATTN", "TRITON_ATTN"])
-@pytest.mark.parametrize("kind", MODELS)
+# With our Triton kernels; `make test-long` has the attention of CPUs too, which Model Runner V1 has above.
+V2_ATTENTION = ["TRITON_ATTN", *(["CPU_ATTN"] if os.environ.get("MEDUSA_LONG") else [])]
+
+
+@pytest.mark.parametrize("attention", V2_ATTENTION)
+@pytest.mark.parametrize("kind", KINDS)
 def test_on_model_runner_v2(ask: Callable[..., Any], target: Any, kind: str, attention: str) -> None:
-    """With a CPU's attention, and with our Triton kernels."""
     pair = target(kind)
     params = [*greedy(2, 14), *seeded(1, 8)]
     run = ask("compare", [9, 33, 60], params, pair=pair, is_async=True, attention=attention)
+    assert run["differences"] == [] and run["length"] > 1.4
+
+
+FLOAT8_CASES = {"fp8": {"kv_cache_dtype": "fp8"}, "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"}, "scales": {}}
+
+
+@pytest.fixture(scope="module")
+def scaled(target: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint that asks for a float8 cache with scales of its own."""
+    model, heads = target("llama")
+    folder = tmp_path_factory.mktemp("scaled") / "llama"
+    shutil.copytree(model, folder)
+    add_cache_scales(folder)
+    return folder, heads
+
+
+@needs_float8
+@pytest.mark.parametrize("case", FLOAT8_CASES)
+def test_float8_caches_on_model_runner_v1(target: Any, scaled: tuple[Path, Path], case: str) -> None:
+    """Plain vLLM reads the same bytes: what was rounded is the same for both."""
+    model, heads = scaled if case == "scales" else target("llama")
+    plain = started(model, **FLOAT8_CASES[case])
+    layer = plain.runner.model.model.layers[1].self_attn.attn
+    assert plain.runner.kv_caches[0].dtype == torch.uint8
+    assert (layer._k_scale_float, layer._v_scale_float) == pytest.approx((0.04, 0.026) if case == "scales" else (1, 1))
+    assert_same(plain, started(model, heads, **FLOAT8_CASES[case]))
+
+
+@needs_float8
+def test_float8_caches_on_model_runner_v2(ask: Callable[..., Any], scaled: tuple[Path, Path]) -> None:
+    run = ask("compare", [9, 33, 60], [*greedy(2, 14), *seeded(1, 8)], pair=scaled, is_async=True)
     assert run["differences"] == [] and run["length"] > 1.4
 
 

@@ -71,10 +71,10 @@ async def _answers(llm: Any, prompts: list[list[int]], params: list[Any], engine
     """Tokens of each request, all asked at once, of one engine or of whichever has less to do."""
 
     async def ask(number: int) -> list[int]:
-        last: Any = None
+        tokens: list[int] = []
         name, prompt = f"{engine}-{number}", {"prompt_token_ids": prompts[number]}
-        async for last in llm.generate(prompt, params[number], name, data_parallel_rank=engine):
-            pass
-        return list(last.outputs[0].token_ids)
+        async for output in llm.generate(prompt, params[number], name, data_parallel_rank=engine):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
 
     return list(await asyncio.gather(*map(ask, range(len(prompts)))))

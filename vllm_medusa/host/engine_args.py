@@ -18,6 +18,7 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v1, refuse_on_v2
+from vllm_medusa.host.layers import FLOAT8
 from vllm_medusa.widths import first_ranges
 
 WORKERS = {"cpu": "vllm_medusa.host.worker.MedusaCPUWorker", "cuda": "vllm_medusa.host.gpu_worker.MedusaGPUWorker"}
@@ -143,8 +144,7 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
         ("enable_dbo", parallel.enable_dbo, (False,)),
         ("ubatch_size", parallel.ubatch_size, (0,)),
-        ("kv_cache_dtype", resolve_kv_cache_dtype_string(args.kv_cache_dtype, model), ("auto",)),
-        ("quantization_config.kv_cache_scheme", _kv_cache_scheme(model), (None,)),
+        ("kv_cache_dtype", resolve_kv_cache_dtype_string(args.kv_cache_dtype, model), ("auto", *FLOAT8)),
         ("kv_transfer_config", args.kv_transfer_config, (None,)),
         ("kv_offloading_size", args.kv_offloading_size, (None,)),
         ("enable_prompt_embeds", model.enable_prompt_embeds, (False,)),
@@ -170,9 +170,3 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
         fix = "of a model that takes images, sound or video Medusa serves the text alone; set it to true"
         raise MedusaError.of("language_model_only", False, fix)
-
-
-def _kv_cache_scheme(model: Any) -> Any:
-    """How a checkpoint wants its keys and values quantized, if it does."""
-    quantization = getattr(model.hf_config, "quantization_config", None)
-    return quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None

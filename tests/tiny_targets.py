@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from engines import MAX_LEN, VOCAB
-from tiny_llama import save_random_heads
+from tiny_llama import make_llama, save_random_heads
 
+VOCAB, MAX_LEN = 160, 512
 SIZES: dict[str, Any] = {
     "head_dim": 32,
     "hidden_size": 64,
@@ -30,26 +31,29 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
-def _mixtral() -> Any:
+def _mixtral(sizes: dict[str, Any]) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
 
 
-def _qwen3_moe() -> Any:
+def _qwen3_moe(sizes: dict[str, Any]) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=8))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=8))
 
 
-def _gpt_oss() -> Any:
+def _gpt_oss(sizes: dict[str, Any]) -> Any:
     """Every other layer sees 24 tokens back; each head of each layer has a sink as large as a score may be."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     kinds = ["sliding_attention", "full_attention"]
     config = GptOssConfig(
-        **SIZES, layer_types=kinds, sliding_window=24, num_local_experts=4, num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **sizes, layer_types=kinds, sliding_window=24, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": MAX_LEN // 2,
+        },
     )  # fmt: skip
     model = GptOssForCausalLM(config)
     for layer in model.model.layers:
@@ -57,19 +61,46 @@ def _gpt_oss() -> Any:
     return model
 
 
-MODELS = {"mixtral": _mixtral, "qwen3_moe": _qwen3_moe}
+def _llama(sizes: dict[str, Any]) -> Any:
+    return make_llama(seed=7, **sizes)
+
+
+MODELS = {"llama": _llama, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss}
+
+
+def save_model(kind: str, folder: Path, **sizes: Any) -> None:
+    """Save a model of a `kind` of MODELS; `sizes` over those above."""
+    torch.manual_seed(7)
+    MODELS[kind]({**SIZES, **sizes}).save_pretrained(folder)
 
 
 def save_target(kind: str, folder: Path) -> tuple[Path, Path]:
     """Save a model of a `kind` of MODELS, and random heads; returns both folders."""
-    torch.manual_seed(7)
     model = folder / kind
-    MODELS[kind]().save_pretrained(model)
+    save_model(kind, model)
     torch.manual_seed(11)
     heads = folder / f"{kind}-heads"
     shape = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB}
     save_random_heads(heads, num_heads=4, num_layers=1, root_conditioned=True, **shape)
     return model, heads
+
+
+def add_cache_scales(model: Path) -> None:
+    """Make a checkpoint ask for a float8 cache: a scale for each layer's keys and for its values, all different."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": [],
+        "quantization_status": "compressed", "kv_cache_scheme": scheme,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for part, scale in (("k", 0.02), ("v", 0.013)):
+            weights[f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale"] = torch.tensor([scale * (1 + layer)])
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
 @contextmanager
