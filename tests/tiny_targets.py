@@ -52,7 +52,7 @@ def _gpt_oss(sizes: dict[str, Any]) -> Any:
         **sizes, layer_types=kinds, sliding_window=24, num_local_experts=4, num_experts_per_tok=2,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
-            "truncate": False, "original_max_position_embeddings": MAX_LEN // 2,
+            "truncate": False, "original_max_position_embeddings": sizes["max_position_embeddings"] // 2,
         },
     )  # fmt: skip
     model = GptOssForCausalLM(config)
@@ -98,7 +98,7 @@ def add_cache_scales(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     weights = load_file(model / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
-        for part, scale in (("k", 0.02), ("v", 0.013)):
+        for part, scale in (("k", 0.0625), ("v", 0.05)):
             weights[f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale"] = torch.tensor([scale * (1 + layer)])
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 

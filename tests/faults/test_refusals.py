@@ -82,13 +82,13 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_head": 1, "n_layer": 1},
         "attention by distance (ALiBi)",
     ),
-    "multimodal": (
+    "image tokens that see each other": (
         {
             "model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"], "image_token_id": 49,
-            "text_config": {**LLAMA, "dtype": "float32"},
+            "is_mm_prefix_lm": True, "text_config": {**LLAMA, "dtype": "float32"},
             "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "image_size": 32},
         },
-        "language_model_only=False: of a model that takes images",
+        "language_model_only=False: of a model whose image tokens",
     ),
     "a KV cache of 4 bits, by the checkpoint": (
         {

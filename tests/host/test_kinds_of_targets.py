@@ -101,13 +101,16 @@ def test_float8_caches_on_model_runner_v1(target: Any, scaled: tuple[Path, Path]
     plain = started(model, **FLOAT8_CASES[case])
     layer = plain.runner.model.model.layers[1].self_attn.attn
     assert plain.runner.kv_caches[0].dtype == torch.uint8
-    assert (layer._k_scale_float, layer._v_scale_float) == pytest.approx((0.04, 0.026) if case == "scales" else (1, 1))
+    assert (layer._k_scale_float, layer._v_scale_float) == pytest.approx((0.125, 0.1) if case == "scales" else (1, 1))
     assert_same(plain, started(model, heads, **FLOAT8_CASES[case]))
 
 
 @needs_float8
-def test_float8_caches_on_model_runner_v2(ask: Callable[..., Any], scaled: tuple[Path, Path]) -> None:
-    run = ask("compare", [9, 33, 60], [*greedy(2, 14), *seeded(1, 8)], pair=scaled, is_async=True)
+@pytest.mark.parametrize("attention", ["CPU_ATTN", "TRITON_ATTN"])
+def test_float8_caches_on_model_runner_v2(ask: Callable[..., Any], scaled: tuple[Path, Path], attention: str) -> None:
+    """Of the same attention, since each writer of vLLM rounds in its own way."""
+    params, shared = [*greedy(2, 14), *seeded(1, 8)], {"attention": attention}
+    run = ask("compare", [9, 33, 60], params, pair=scaled, is_async=True, shared=shared)
     assert run["differences"] == [] and run["length"] > 1.4
 
 

@@ -54,6 +54,7 @@ def create_speculative_config(
         refuse_on_v1(given, on_cpu=platform == "cpu")
     else:
         refuse_on_v2(args, given)
+        _refuse_pictures(target_model_config, "on Model Runner V2 Medusa serves the text of such a model alone")
         if given.get(WIDTHS_BY_BATCH) is not None:
             given = {**given, "adaptive": False}  # the user has decided
     config, host_settings = MedusaConfig.parse(given, _host_keys())
@@ -167,6 +168,11 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
             raise MedusaError.of(
                 "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
             )
+    if model.is_mm_prefix_lm:
+        _refuse_pictures(model, "of a model whose image tokens see each other both ways Medusa serves the text alone")
+
+
+def _refuse_pictures(model: Any, why: str) -> None:
+    """A model that takes images, sound or video must be told to leave them."""
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
-        fix = "of a model that takes images, sound or video Medusa serves the text alone; set it to true"
-        raise MedusaError.of("language_model_only", False, fix)
+        raise MedusaError.of("language_model_only", False, f"{why}; set it to true")
