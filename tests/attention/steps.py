@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
+from vllm_medusa.attention.inputs import LayerInputs
+from vllm_medusa.attention.layout import Write
 from vllm_medusa.attention.reference import reference_attention
 from vllm_medusa.tree.topology import Tree, num_words
 
@@ -29,12 +31,27 @@ def random_tree(num_nodes: int, seed: int, reach_back: int = 128) -> Tree:
     return Tree(tuple(parents))
 
 
-def host_writer(isa: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+def host_writer(isa: str) -> Write:
     """The host's writer for one packing."""
     from vllm import _custom_ops as ops
 
     def write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+
+    return write
+
+
+FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SCALES = (0.5, 0.0625)  # of keys and values: to divide by them and multiply again rounds nothing
+
+
+def float8_writer(isa: str, kind: str, scales: tuple[float, float] = (1.0, 1.0)) -> Write:
+    """The host's writer for a float8 cache, which it takes as bytes."""
+    from vllm import _custom_ops as ops
+
+    def write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        as_bytes = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        ops.cpu_attn_reshape_and_cache(keys, values, *as_bytes, slots, isa, *scales, kind)
 
     return write
 
@@ -95,9 +112,18 @@ class Step:
             seed,
         )
 
-    def store(self, unused: float = torch.nan) -> tuple[Tensor, Tensor, Tensor]:
-        """(key cache, value cache, block table): every request's tokens in shuffled blocks; what unused slots hold."""
-        dtype, (_, kv_heads, head_size) = self.query.dtype, self.keys[0].shape
+    def store(
+        self, unused: float = torch.nan, write: Write | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(key cache, value cache, block table): every request's tokens in shuffled blocks.
+
+        Args:
+            unused: what unused slots hold.
+            write: stands in for the host's writer of this packing.
+            dtype: of the cache, in place of the query's.
+        """
+        dtype, write = dtype or self.query.dtype, write or host_writer(self.isa)
+        _, kv_heads, head_size = self.keys[0].shape
         counts = [-(-len(keys) // self.block_size) for keys in self.keys]
         generator = torch.Generator().manual_seed(self.seed + 1)
         free = torch.randperm(sum(counts) + 3, generator=generator)
@@ -109,7 +135,7 @@ class Step:
             table[request, :count] = blocks
             slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
             length = len(self.keys[request])
-            host_writer(self.isa)(self.keys[request], self.values[request], key_cache, value_cache, slots[:length])
+            write(self.keys[request], self.values[request], key_cache, value_cache, slots[:length])
         return key_cache, value_cache, table
 
     @property
@@ -140,11 +166,12 @@ class Step:
 
     def run(self, **options: object) -> Tensor:
         """What the fast path says."""
+        layer = LayerInputs(sinks=options.pop("sinks", None))  # type: ignore[arg-type]
         key_cache, value_cache, table = self.store()
         out = torch.full_like(self.query, torch.nan)
-        return self.plan(table, **options).run(self.query, key_cache, value_cache, out)
+        return self.plan(table, **options).run(self.query, key_cache, value_cache, out, layer)
 
-    def truth(self, dtype: torch.dtype = torch.float64, **options: float) -> Tensor:
+    def truth(self, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
         """What the reference says, in `dtype`."""
         options = {"scale": self.query.shape[2] ** -0.5, **options}
         starts = self.query_start_loc.tolist()
@@ -156,3 +183,14 @@ class Step:
                 for r, tree in enumerate(self.trees)
             ]
         )
+
+
+def float8_step(
+    trees: list[Tree], contexts: list[int], dtype: torch.dtype, kind: str
+) -> tuple[Step, tuple[Tensor, Tensor, Tensor]]:
+    """A step whose keys and values float8 holds exactly, and what `store` stores of it."""
+    isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
+    step = Step.random(trees, contexts, dtype=dtype, isa=isa)
+    for part, scale in zip((step.keys, step.values), SCALES, strict=True):
+        part[:] = [((x / scale).to(FLOAT8[kind]).float() * scale).to(dtype) for x in part]
+    return step, step.store(unused=0.0, write=float8_writer(isa, kind, SCALES), dtype=FLOAT8[kind])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steps import Step, random_tree
+from steps import FLOAT8, SCALES, Step, float8_step, float8_writer, random_tree
 from torch import Tensor
 
-from vllm_medusa.attention.cpu import Kernel, tree_attention
+from vllm_medusa.attention.cpu import Kernel, learn_layout, tree_attention
+from vllm_medusa.attention.inputs import LayerInputs
 from vllm_medusa.attention.reference import causal_attention, reference_attention
 from vllm_medusa.tree.topology import Tree
 
@@ -67,10 +69,39 @@ def assert_true(step: Step, out: Tensor, **options: float) -> None:
         assert error.square().mean().sqrt() <= 2 * naive.square().mean().sqrt() + 2 * 2.0**-24
 
 
+# Of the nine heads of a step: a score as large as its scores are, ones that are drowned, and ones that drown all else.
+SINKS = torch.tensor([0.0, 2.0, -3.0, 5.0, -1e4, 9.0, 60.0, 1e4, 1.0])
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"softcap": 2.0, "sliding_window": 150}], ids=str)
+@pytest.mark.parametrize(("dtype", "isa", "block_size"), [*CACHES[:2], *CACHES[3:5], CACHES[6]], ids=str)
+def test_sinks(dtype: torch.dtype, isa: str, block_size: int, options: dict[str, Any], kernel: Kernel) -> None:
+    needs(isa)
+    step = Step.random(SEVERAL, CONTEXTS, dtype=dtype, isa=isa, block_size=block_size)
+    out = step.run(kernel=kernel, sinks=SINKS, **options)
+    assert_true(step, out, sinks=SINKS, **options)
+    assert out[:, 7].abs().max() == 0.0
+
+
+@pytest.mark.parametrize("kind", FLOAT8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float8_caches(dtype: torch.dtype, kind: str, kernel: Kernel) -> None:
+    """What the host's writer divided by a layer's scales is multiplied by them, as it packs bytes."""
+    needs("avx512")
+    step, caches = float8_step(SEVERAL, CONTEXTS, dtype, kind)
+    isa, layer = step.isa, LayerInputs(SINKS, *SCALES)
+    layout = learn_layout(float8_writer(isa, kind), step.block_size, 64, FLOAT8[kind], dtype)
+    plan = step.plan(caches[2], kernel=kernel, layout=layout)
+    out = plan.run(step.query, *caches[:2], torch.full_like(step.query, torch.nan), layer)
+    assert_true(step, out, sinks=SINKS)
+
+
 def needs(isa: str) -> None:
     """Skip where the host's attention has no such packing: it asks torch the same."""
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this processor has no AMX")
+    if isa == "avx512" and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM refuses float8 caches here")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

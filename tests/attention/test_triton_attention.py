@@ -121,6 +121,20 @@ def test_ancestor_words(gpu: ModuleType, nodes: int) -> None:
         assert_true(step, run(gpu, step))
 
 
+SINKS = torch.tensor([0.0, 3.0, -1e4, 1e4])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_sinks(gpu: ModuleType, dtype: torch.dtype, splits: int) -> None:
+    """In the query's own dtype, as models have them; once in the kernel, once where shares are merged."""
+    options = {"sinks": SINKS.to(dtype), "sliding_window": 20, "softcap": 5.0}
+    step = Step.random(SEVERAL[:2], CONTEXTS[:2], heads=(4, 2), dtype=dtype)
+    out = run(gpu, step, splits=splits, **options)
+    assert_true(step, out, **options)
+    assert out[:, 3].abs().max() == 0.0
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -255,6 +269,12 @@ FAULTS = {
     "a share too short": ("end = tl.minimum(begin + share, length)", "end = tl.minimum(begin + share, length - 1)"),
     "shares count alike": ("weights = tl.exp2(own - best)", "weights = tl.exp2(own - own)"),
 }
+SINK_FAULTS = {
+    "sinks are left out": ("if SINKS and SPLITS == 1", "if SINKS and SPLITS == 0"),
+    "every share has a sink": ("if SINKS and SPLITS == 1", "if SINKS"),
+    "the sinks of the first heads": ("sinks_at + head,", "sinks_at + packed % GROUP,"),
+    "merged by the sink of another head": ("sinks_at + places % heads", "sinks_at + places % 2"),
+}
 FLOAT8_FAULTS = {
     "the first head's scale for all keys": ("kv_head if KEY_SCALES > 1 else 0", "0"),
     "the first head's scale for all values": ("kv_head if VALUE_SCALES > 1 else 0", "0"),
@@ -265,12 +285,15 @@ def test_without_a_fault_everything_is_right(gpu: ModuleType) -> None:
     check_everything(gpu)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, *FLOAT8_FAULTS])
+@pytest.mark.parametrize("fault", [*FAULTS, *SINK_FAULTS, *FLOAT8_FAULTS])
 def test_planted_faults_are_seen(fault: str, tmp_path: Path) -> None:
-    spoilt = spoil("triton_kernels", *{**FAULTS, **FLOAT8_FAULTS}[fault], tmp_path)
+    spoilt = spoil("triton_kernels", *{**FAULTS, **SINK_FAULTS, **FLOAT8_FAULTS}[fault], tmp_path)
     gpu = load_interpreted("triton_kernels", "triton", spoilt=spoilt)
     with pytest.raises(AssertionError):
         if fault in FAULTS:
             check_everything(gpu)
+        elif fault in SINK_FAULTS:
+            for splits in (1, 3):
+                test_sinks(gpu, torch.float32, splits)
         else:
             test_float8_caches(gpu, torch.float32, torch.float8_e5m2, per_head=True)

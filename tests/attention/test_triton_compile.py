@@ -60,6 +60,7 @@ def build(
         (90, "bf16", "fp8e4nv", 128, 64, {"KEY_SCALES": 8, "VALUE_SCALES": 8}),
         (90, "bf16", "bf16", 256, 129, {"WORDS": 2, "WINDOW": True, "SOFTCAP": True}),
         (80, "fp16", "fp16", 80, 64, {"SPLITS": 1}),
+        (90, "bf16", "bf16", 64, 64, {"SPLITS": 1, "SINKS": True, "WINDOW": True}),
         (80, "bf16", "bf16", 128, 129, {"WORDS": 2, "WINDOW": True, "SOFTCAP": True}),
         (80, "fp32", "fp32", 128, 64, {}),
     ],
@@ -69,7 +70,14 @@ def test_attention(
 ) -> None:
     tiles = Tiles.choose(4 * rows, size, 4 if query == "fp32" else 2)
     values = {
-        **{"KEY_SCALES": 0, "VALUE_SCALES": 0, "GROUP": 4, "SIZE": size, "PADDED": triton.next_power_of_2(size)},
+        **{
+            "KEY_SCALES": 0,
+            "VALUE_SCALES": 0,
+            "SINKS": False,
+            "GROUP": 4,
+            "SIZE": size,
+            "PADDED": triton.next_power_of_2(size),
+        },
         **{"BLOCK": 16, "WORDS": 1, "SPLITS": 8, "SOFTCAP": False, "WINDOW": False, "WIDE": False},
         **{"ROWS": tiles.rows, "KEYS": tiles.keys},
         **extra,
@@ -78,6 +86,7 @@ def test_attention(
     pointers = {
         **{"query_at": query, "key_at": cache, "value_at": cache, "out_at": partial, "lse_at": partial},
         **{"table_at": "i32", "context_at": "i32", "start_at": "i32", "depth_at": "i32", "bits_at": "i64"},
+        "sinks_at": query,
         **{name: "fp32" if extra.get("KEY_SCALES") else query for name in ("key_scale_at", "value_scale_at")},
     }
     used = build(triton_kernels.attend, architecture, pointers, values, tiles, tmp_path)
@@ -86,8 +95,8 @@ def test_attention(
 
 
 def test_merge(tmp_path: Path) -> None:
-    values = {"SIZE": 128, "PADDED": 128, "SPLITS": 32, "WIDTH": 32, "ROWS": 16, "WIDE": False}
-    pointers = {"sums_at": "fp32", "lse_at": "fp32", "out_at": "bf16", "start_at": "i32"}
+    values = {"SINKS": True, "SIZE": 128, "PADDED": 128, "SPLITS": 32, "WIDTH": 32, "ROWS": 16, "WIDE": False}
+    pointers = {"sums_at": "fp32", "lse_at": "fp32", "out_at": "bf16", "start_at": "i32", "sinks_at": "bf16"}
     used = build(triton_kernels.merge, 90, pointers, values, Tiles(16, 16, 4), tmp_path)
     assert used["STACK"] == 0, used
 

@@ -29,7 +29,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dual batch overlap": ({"enable_dbo": True}, "enable_dbo=True: not served with Medusa trees; leave it at False"),
     "micro-batches": ({"ubatch_size": 2}, "ubatch_size=2: not served with Medusa trees; leave it at 0"),
-    "a quantized KV cache": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': not served with Medusa trees"),
+    "a KV cache with a scale for each token": (
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "kv_cache_dtype='int8_per_token_head': not served with Medusa trees",
+    ),
     "KV offloading": ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0: not served"),
     "prompt embeddings": ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True: not served"),
     "pooling": ({"runner": "pooling"}, "runner='pooling': not served with Medusa trees; leave it at 'generate'"),
@@ -91,22 +94,21 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_head": 1, "n_layer": 1},
         "attention by distance (ALiBi)",
     ),
-    "multimodal": (
+    "image tokens that see each other": (
         {
             "model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"], "image_token_id": 49,
-            "text_config": {**LLAMA, "dtype": "float32"},
+            "is_mm_prefix_lm": True, "text_config": {**LLAMA, "dtype": "float32"},
             "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "image_size": 32},
         },
-        "language_model_only=False: of a model that takes images",
+        "language_model_only=False: of a model whose image tokens",
     ),
-    "a KV cache quantized by the checkpoint": (
+    "a KV cache of 4 bits, by the checkpoint": (
         {
             "quantization_config": {
-                "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
-                "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
+                "quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 4, "type": "float"}
             }
         },
-        "kv_cache_scheme={'num_bits': 8",
+        "kv_cache_dtype='nvfp4'",
     ),
 }  # fmt: skip
 
@@ -170,8 +172,9 @@ def test_kinds_of_models(name: str, tmp_path: Path) -> None:
         {"data_parallel_size": 2},
         {"enable_lora": True, "max_num_seqs": 16},
         {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "fp8_e5m2"},
     ],
-    ids=["plain", "tensor parallel", "data parallel", "LoRA", "KV cache"],
+    ids=["plain", "tensor parallel", "data parallel", "LoRA", "KV cache", "float8 KV cache"],
 )
 def test_what_is_served_is_not_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="nothing was refused"):

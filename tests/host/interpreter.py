@@ -90,16 +90,24 @@ def _attend_more_quickly() -> None:
 
     kernel = triton_attn.unified_attention
 
+    def gathered(cache: Any, *places: Any) -> Any:
+        as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # float8 cannot be gathered
+        return as_bytes[places].view(cache.dtype).float()
+
     def unified_attention(**given: Any) -> None:
         if HOSTS_KERNEL:
             kernel(**given)
             return
         bounds, block = given["cu_seqlens_q"].tolist(), given["k"].shape[1]
         options = {"softcap": given["softcap"], "sliding_window": given["window_size"][0] + 1, "dtype": torch.float32}
+        options["sinks"] = given["sinks"]
+        scales = [1.0 if given[name] is None else float(given[name][0, 0]) for name in ("k_descale", "v_descale")]
         for request, length in enumerate(given["seqused_k"].tolist()):
             rows, slots = slice(*bounds[request : request + 2]), torch.arange(length)
             blocks = given["block_table"][request][slots // block].long()
-            keys, values = (given[name][blocks, slots % block] for name in "kv")
+            keys, values = (
+                gathered(given[name], blocks, slots % block) * s for name, s in zip("kv", scales, strict=True)
+            )
             if rows.stop > rows.start:
                 given["out"][rows] = causal_attention(given["q"][rows], keys, values, given["softmax_scale"], **options)
 
@@ -111,10 +119,12 @@ def choose(*, is_async: bool, attention: str) -> None:
     global ASYNC, ATTENTION
     import torch
     from vllm.v1.attention import selector
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as writer
 
     ASYNC, ATTENTION = is_async, attention
     selector._cached_get_attn_backend.cache_clear()
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked for by the host's cache writer
+    writer._is_supported_kv_cache_dtype = lambda _: True  # the interpreter knows float8 as an H100 does
 
 
 def record_graphs(runner: Any, sizes: list[int]) -> Any:

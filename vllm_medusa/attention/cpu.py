@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.attention.gather import GatherPlan
-from vllm_medusa.attention.inputs import TreeInputs
+from vllm_medusa.attention.inputs import PLAIN_LAYER, LayerInputs, TreeInputs
 from vllm_medusa.attention.layout import KeyLayout, learn_layout
 from vllm_medusa.attention.native import KernelPlan, load_kernel
 
@@ -34,38 +34,55 @@ class TreeAttentionPlan(TreeInputs):
 
     kernel: Kernel | None = None
 
-    def run(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> Tensor:
+    def run(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        layer: LayerInputs = PLAIN_LAYER,
+    ) -> Tensor:
         """Attention of one layer.
 
         Args:
             query: [T, Hq, D], the rows of all requests one after the other.
-            key_cache, value_cache: [blocks, Hkv, block_size, D] as the host packs them.
+            key_cache, value_cache: [blocks, Hkv, block_size, D] as vLLM packs them, of the query's dtype or float8.
             out: [T, Hq, D], filled and returned.
+            layer: its sinks and scales.
         """
-        plan = self._plans.get(query.dtype)
+        dtypes = query.dtype, key_cache.dtype
+        plan = self._plans.get(dtypes)
         if plan is None:
-            plan = self._plans[query.dtype] = self._plan(query.dtype)
-        plan.run(query, key_cache, value_cache, out)
+            plan = self._plans[dtypes] = self._plan(*dtypes)
+        plan.run(query, key_cache, value_cache, out, layer)
         return out
 
     @cached_property
-    def _plans(self) -> dict[torch.dtype, KernelPlan | GatherPlan]:
+    def _plans(self) -> dict[tuple[torch.dtype, torch.dtype], KernelPlan | GatherPlan]:
         return {}
 
-    def _plan(self, dtype: torch.dtype) -> KernelPlan | GatherPlan:
+    def _plan(self, *dtypes: torch.dtype) -> KernelPlan | GatherPlan:
         kernel = None if self.kernel == "gather" else load_kernel()
-        if kernel is not None and kernel.supports(dtype, self.layout):
+        if kernel is not None and all(kernel.supports(dtype, self.layout) for dtype in dtypes):
             return kernel.plan(self)
         if self.kernel == "c++":
-            raise ValueError(f"kernel='c++': no compiled kernel for {dtype} in this layout on this machine")
+            raise ValueError(f"kernel='c++': no compiled kernel for {dtypes} in this layout on this machine")
         return GatherPlan(self)
 
 
-def tree_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *, out: Tensor, **inputs: Any) -> Tensor:
+def tree_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    out: Tensor,
+    layer: LayerInputs = PLAIN_LAYER,
+    **inputs: Any,
+) -> Tensor:
     """Plan and run in one call, for a single layer.
 
     Args:
-        query, key_cache, value_cache, out: see `TreeAttentionPlan.run`.
+        query, key_cache, value_cache, out, layer: see `TreeAttentionPlan.run`.
         inputs: the fields of `TreeAttentionPlan` by name.
     """
-    return TreeAttentionPlan(**inputs).run(query, key_cache, value_cache, out)
+    return TreeAttentionPlan(**inputs).run(query, key_cache, value_cache, out, layer)

@@ -6,7 +6,7 @@
 // online softmax per chunk (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, arXiv:2205.14135).
 //
 // Two ways to do the products, chosen by the caller:
-// - portable: a chunk is unpacked to float32; GCC's vector types do the rest on any CPU;
+// - portable: a chunk, also one of float8, is unpacked to float32; GCC's vector types do the rest on any CPU;
 // - AMX: bfloat16 caches that are packed for AMX are multiplied where they stand. Weights are rounded to bfloat16.
 
 #include <omp.h>
@@ -31,7 +31,8 @@ template <class T>
 void finish(const Pair& pair, int64_t m, const float* values, float weight) {
   T* to = static_cast<T*>(pair.layer->out) + pair.row_of(m) * pair.layer->out_row +
           pair.head_of(m) * pair.layer->out_head;
-  for (int64_t d = 0; d < pair.step->dim; ++d) narrow(values[d] / weight, to[d]);
+  const float scale = pair.layer->value_scale;
+  for (int64_t d = 0; d < pair.step->dim; ++d) narrow(values[d] * scale / weight, to[d]);
 }
 
 float* aligned(std::vector<float>& buffer, int64_t floats) {
@@ -40,8 +41,8 @@ float* aligned(std::vector<float>& buffer, int64_t floats) {
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-// Brings the parts of query m to one scale and adds them up; returns the sum of weights.
-float merge(const std::vector<Sums>& parts, int64_t m, int64_t wide, float* values) {
+// Brings the parts of query m to one scale and adds them up; returns the sum of weights, its sink's included.
+float merge(const Pair& pair, const std::vector<Sums>& parts, int64_t m, int64_t wide, float* values) {
   float maximum = -kInfinity, weight = 0.0f;
   for (const Sums& sums : parts) maximum = std::max(maximum, sums.maximum[m]);
   std::fill(values, values + wide, 0.0f);
@@ -50,7 +51,7 @@ float merge(const std::vector<Sums>& parts, int64_t m, int64_t wide, float* valu
     weight += sums.weight[m] * factor;
     for (int64_t d = 0; d < wide; ++d) values[d] += sums.values[m * wide + d] * factor;
   }
-  return weight;
+  return weight + pair.sink(m, maximum);
 }
 
 // Where one pair's tiles lie on the line.
@@ -120,7 +121,8 @@ void attend(const MedusaStep& step, const MedusaLayer& layer) {
         const Sums sums = whole ? Sums{own, own + padded, own + 2 * padded} : part(thread, from == 0);
         Way::run(pair, tile, places[at].first_tile + from, places[at].first_tile + to, sums, own + one);
         if (whole) {
-          for (int64_t m = 0; m < pair.queries; ++m) finish<T>(pair, m, sums.values + m * wide, sums.weight[m]);
+          for (int64_t m = 0; m < pair.queries; ++m)
+            finish<T>(pair, m, sums.values + m * wide, sums.weight[m] + pair.sink(m, sums.maximum[m]));
           continue;
         }
         if (missing[at].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
@@ -128,11 +130,18 @@ void attend(const MedusaStep& step, const MedusaLayer& layer) {
         for (int64_t other = 0; other < threads; ++other)
           if (before(at, other) < before(at, other + 1)) parts_of_pair.push_back(part(other, before(at, other) == 0));
         for (int64_t m = 0; m < pair.queries; ++m) {
-          const float weight = merge(parts_of_pair, m, wide, own);
+          const float weight = merge(pair, parts_of_pair, m, wide, own);
           finish<T>(pair, m, own, weight);
         }
       }
   }
+}
+
+template <class T>
+void attend_portably(const MedusaStep& step, const MedusaLayer& layer) {
+  if (step.cache == 0) attend<T, Portable<T>>(step, layer);
+  if (step.cache == 1) attend<T, Portable<T, E4M3>>(step, layer);
+  if (step.cache == 2) attend<T, Portable<T, E5M2>>(step, layer);
 }
 
 // One token's elements of one head, from one place in a block to another.
@@ -213,6 +222,7 @@ void medusa_prepare(const MedusaStep* step) {
 void medusa_move(const MedusaMove* move) {
   if (move->item == 4) medusa::move_all<uint32_t>(*move);
   if (move->item == 2) medusa::move_all<uint16_t>(*move);
+  if (move->item == 1) medusa::move_all<uint8_t>(*move);
 }
 
 // Fills `out` of one layer.
@@ -221,10 +231,10 @@ void medusa_attend(const MedusaStep* step, const MedusaLayer* layer) {
 #ifdef MEDUSA_AMX
   if (step->amx) return attend<BFloat16, Amx>(*step, *layer);
 #endif
-  if (step->dtype == 0) attend<float, Portable<float>>(*step, *layer);
-  if (step->dtype == 1) attend<BFloat16, Portable<BFloat16>>(*step, *layer);
+  if (step->dtype == 0) attend_portably<float>(*step, *layer);
+  if (step->dtype == 1) attend_portably<BFloat16>(*step, *layer);
 #ifdef __FLT16_MAX__
-  if (step->dtype == 2) attend<_Float16, Portable<_Float16>>(*step, *layer);
+  if (step->dtype == 2) attend_portably<_Float16>(*step, *layer);
 #endif
 }
 

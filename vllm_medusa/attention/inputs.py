@@ -1,4 +1,4 @@
-"""What the rows of one step's trees may see."""
+"""What the rows of one step's trees may see, and what differs from layer to layer."""
 
 from __future__ import annotations
 
@@ -37,3 +37,21 @@ class TreeInputs:
     scale: float
     softcap: float = 0.0
     sliding_window: int = -1
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What one layer has of its own.
+
+    Attributes:
+        sinks: float32 [Hq] or None: a score for each head that no key has. It takes its share of the softmax and draws
+            no value. Neither scale nor soft cap applies to it.
+        key_scale, value_scale: what elements of a float8 cache are multiplied by.
+    """
+
+    sinks: Tensor | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+
+PLAIN_LAYER = LayerInputs()

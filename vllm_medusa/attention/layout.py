@@ -14,7 +14,7 @@ from vllm_medusa.errors import MedusaError
 Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """(keys [n, Hkv, D], values [n, Hkv, D], key_cache, value_cache [blocks, Hkv, block, D], slots int64 [n]) -> None"""
 
-_BASE = 128  # whole numbers below it are exact in every cache dtype, bfloat16 included
+_BASE = {1: 8, 2: 128, 4: 128}  # by bytes of an element: whole numbers below are exact, in float8 (e5m2) too
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,19 @@ class KeyLayout:
         return all(bool((p == p[:, :1] + p[:1] - p[0, 0]).all()) for p in (self.keys, self.values))
 
 
-def learn_layout(write: Write, block_size: int, head_dim: int, dtype: torch.dtype) -> KeyLayout:
+def learn_layout(
+    write: Write, block_size: int, head_dim: int, dtype: torch.dtype, given: torch.dtype | None = None
+) -> KeyLayout:
     """Find a host's packing by letting it store numbered elements and looking where they went.
 
     Args:
         write: the host's own "reshape and cache", see `Write`.
         block_size, head_dim: shape of a block.
-        dtype: of the cache; at least 8 significant bits.
+        dtype: of the cache; a float, of whose bytes `write` may take another view.
+        given: of the keys and values that `write` gets; None: that of the cache.
 
     Raises:
-        MedusaError: the host does more than move elements around (a quantised cache, say).
+        MedusaError: the host does more than move elements around (a cache quantized in blocks, say).
 
     A host that does not pack:
 
@@ -85,13 +88,13 @@ def learn_layout(write: Write, block_size: int, head_dim: int, dtype: torch.dtyp
     cache = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
     halves = cache.chunk(2, dim=2)  # as the host lays them out: keys, then values
     found = [torch.zeros(count, dtype=torch.int64) for _ in halves]
-    weight = 1
+    weight, base = 1, _BASE[dtype.itemsize]
     while weight < count:  # digit by digit, since small dtypes cannot tell large numbers apart
-        digit = (number // weight % _BASE).to(dtype).view(block_size, 1, head_dim)
+        digit = (number // weight % base).to(given or dtype).view(block_size, 1, head_dim)
         write(digit, digit, halves[0], halves[1], torch.arange(block_size))
         for half, numbers in zip(halves, found, strict=True):
-            numbers += half.reshape(-1).to(torch.int64) * weight
-        weight *= _BASE
+            numbers += half.reshape(-1).float().to(torch.int64) * weight
+        weight *= base
     places = []
     for numbers in found:
         if not torch.equal(numbers.sort().values, number):

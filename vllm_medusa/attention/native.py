@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_medusa.attention.inputs import TreeInputs
+from vllm_medusa.attention.inputs import PLAIN_LAYER, LayerInputs, TreeInputs
 from vllm_medusa.attention.layout import KeyLayout
 from vllm_medusa.compiled import load_library, loaded_once
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("cpu_kernel.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOAT8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 _Address, _Number, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -30,7 +31,7 @@ class _Step(ctypes.Structure):
         *((name, _Number) for name in ("requests", "words", "block_size", "table_width", "window")),
         *((name, _Address) for name in ("table", "contexts", "starts", "depths", "ancestors", "visible")),
         *((name, _Address) for name in ("key_token", "key_dim", "value_token", "value_dim")),
-        *((name, _Number) for name in ("key_run", "value_run", "dtype", "heads", "kv_heads", "dim", "amx")),
+        *((name, _Number) for name in ("key_run", "value_run", "dtype", "cache", "heads", "kv_heads", "dim", "amx")),
         *((name, _Float) for name in ("scale", "softcap")),
     ]
 
@@ -43,6 +44,7 @@ class _Layer(ctypes.Structure):
         *(("keys", _Address), ("key_block", _Number), ("key_head", _Number)),
         *(("values", _Address), ("value_block", _Number), ("value_head", _Number)),
         *(("out", _Address), ("out_row", _Number), ("out_head", _Number)),
+        *(("sinks", _Address), ("key_scale", _Float), ("value_scale", _Float)),
     ]
 
 
@@ -91,7 +93,7 @@ class Kernel:
 
     def supports(self, dtype: torch.dtype, layout: KeyLayout) -> bool:
         """Whether it reads caches of this dtype and packing: separable, blocks of 16 tokens or a multiple."""
-        known = dtype in _DTYPES and (dtype != torch.float16 or self._has_float16)
+        known = dtype in {**_DTYPES, **_FLOAT8} and (dtype != torch.float16 or self._has_float16)
         return known and layout.separable and layout.block_size % 16 == 0
 
     def plan(self, inputs: TreeInputs, amx: bool = True) -> KernelPlan:
@@ -139,13 +141,25 @@ class KernelPlan:
         self._arguments = ctypes.byref(self._step), ctypes.byref(self._layer)
         kernel._prepare(self._arguments[0])
 
-    def run(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
+    def run(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        out: Tensor,
+        own: LayerInputs = PLAIN_LAYER,
+    ) -> None:
         """Fill `out`; arguments as of `TreeAttentionPlan.run`, the last dimension dense in each."""
         step, layer = self._step, self._layer
         dtype = query.dtype
-        assert dtype == key_cache.dtype == value_cache.dtype == out.dtype
+        assert dtype == out.dtype and key_cache.dtype == value_cache.dtype
+        assert dtype == key_cache.dtype or key_cache.dtype in _FLOAT8
         step.dtype, step.heads, step.kv_heads = _DTYPES[dtype], query.shape[1], key_cache.shape[1]
-        step.amx = self._amx and dtype == torch.bfloat16
+        step.cache = _FLOAT8.get(key_cache.dtype, 0)
+        step.amx = self._amx and key_cache.dtype == torch.bfloat16
+        sinks = None if own.sinks is None else _dense(own.sinks, torch.float32)
+        layer.sinks = None if sinks is None else sinks.data_ptr()
+        layer.key_scale, layer.value_scale = own.key_scale, own.value_scale
         layer.query, layer.keys = query.data_ptr(), key_cache.data_ptr()
         layer.values, layer.out = value_cache.data_ptr(), out.data_ptr()
         layer.query_row, layer.query_head, query_dense = query.stride()

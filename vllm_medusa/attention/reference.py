@@ -17,6 +17,7 @@ def reference_attention(
     softcap: float = 0.0,
     sliding_window: int = -1,
     dtype: torch.dtype = torch.float64,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one request's tree rows, slowly and beyond doubt.
 
@@ -28,6 +29,7 @@ def reference_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
         sliding_window: a row sees only keys fewer than this many positions back, itself counted as 0; -1: all.
         dtype: of the arithmetic and of the result.
+        sinks: [Hq], a score for each head that no key has: it takes its share of the softmax and draws no value.
 
     Returns:
         [rows, Hq, D]. With the tree cat(sat, ran), dog, the path "the cat ran" is attended as if it were a text:
@@ -40,7 +42,8 @@ def reference_attention(
             continue  # on the way to a leaf
         path = [0, *tree.path(row)]
         text = torch.tensor([*range(context), *(context + node for node in path)])
-        out[path] = causal_attention(query[path], keys[text], values[text], scale, softcap, sliding_window, dtype)
+        seen = query[path], keys[text], values[text]
+        out[path] = causal_attention(*seen, scale, softcap, sliding_window, dtype, sinks)
     return out
 
 
@@ -52,6 +55,7 @@ def causal_attention(
     softcap: float = 0.0,
     sliding_window: int = -1,
     dtype: torch.dtype = torch.float64,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Ordinary attention of the last n tokens of a text.
 
@@ -72,4 +76,7 @@ def causal_attention(
     visible = back >= 0
     if sliding_window > 0:
         visible &= back < sliding_window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(keys)], v)

@@ -80,6 +80,7 @@ def tree_attention(
     sliding_window: int = -1,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -102,6 +103,7 @@ def tree_attention(
         max_context: no request has more cached tokens; only speed depends on it.
         scale, softcap, sliding_window: as in `TreeInputs`.
         key_scale, value_scale: float32, one element or one per KV head, that float8 elements are multiplied by.
+        sinks: [Hq], as in `LayerInputs`, of any float dtype.
         splits, tiles: how the work is cut; None chooses.
     """
     rows_in_all, heads, head_size = query.shape
@@ -120,12 +122,13 @@ def tree_attention(
     strides = [key_cache.stride(), value_cache.stride(), query.stride(), partial.stride()[-3:]]
     attend[(row_tiles, requests * kv_heads, splits)](
         *(query, key_cache, value_cache, partial, lse, block_table, context_lens, query_start_loc, ancestors, depths),
-        *(query if key_scale is None else key_scale, query if value_scale is None else value_scale),
+        *(query if own is None else own for own in (key_scale, value_scale, sinks)),
         *(stride for tensor in strides for stride in tensor),
         *(block_table.stride(0), ancestors.stride(0), rows_in_all * heads, kv_heads),
         *(scale, softcap, sliding_window),
         KEY_SCALES=0 if key_scale is None else key_scale.numel(),
         VALUE_SCALES=0 if value_scale is None else value_scale.numel(),
+        SINKS=sinks is not None,
         GROUP=group,
         SIZE=head_size,
         PADDED=triton.next_power_of_2(head_size),
@@ -142,7 +145,9 @@ def tree_attention(
     )
     if splits > 1:
         merge[(triton.cdiv(rows_in_all * heads, MERGED_ROWS),)](
-            *(partial, lse, out, query_start_loc, requests, *out.stride(), rows_in_all * heads, heads),
+            *(partial, lse, out, query_start_loc, query if sinks is None else sinks),
+            *(requests, *out.stride(), rows_in_all * heads, heads),
+            SINKS=sinks is not None,
             SIZE=head_size,
             PADDED=triton.next_power_of_2(head_size),
             SPLITS=splits,

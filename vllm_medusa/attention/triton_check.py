@@ -29,6 +29,8 @@ def check_kernels(
     num_nodes: int,
     sliding_window: int = -1,
     softcap: float = 0.0,
+    sinks: bool = False,
+    stored: torch.dtype | None = None,
 ) -> None:
     """Let tree attention and the commit work on two random requests in a cache of their own, and compare.
 
@@ -37,29 +39,36 @@ def check_kernels(
         heads, kv_heads, head_size, block_size: of its layers and their cache.
         num_nodes: of a tree.
         sliding_window, softcap: of its attention.
+        sinks: whether its heads have them.
+        stored: of its cache, where that is float8.
 
     Raises:
         MedusaError: what comes out is not what should.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+    def normal(*shape: int, held_in: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(held_in).to(dtype)
 
     trees = [_random_tree(num_nodes, generator) for _ in range(2)]
     contexts, rows = torch.tensor([3, 2 * block_size + 5]), num_nodes + 1
     blocks = -(-(int(contexts.max()) + rows) // block_size)
     table = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
-    texts = [normal(int(context) + rows, kv_heads, 2 * head_size) for context in contexts]
+    lengths = [int(context) + rows for context in contexts]
+    texts = [normal(length, kv_heads, 2 * head_size, held_in=stored or dtype) for length in lengths]
     query = normal(2 * rows, heads, head_size)
     cache = torch.zeros(2 * blocks, kv_heads, block_size, 2 * head_size, dtype=dtype)
     for own, text in zip(table, texts, strict=True):
         slots = torch.arange(len(text))
         cache[own[slots // block_size], :, slots % block_size] = text
     depths, ancestors = climb(torch.tensor([tree.parents for tree in trees]), num_nodes)
-    here = cache.to(device)
+    here = cache.to(stored or dtype).to(device)
     out = torch.zeros_like(query, device=device)
     attention: dict[str, Any] = {"scale": head_size**-0.5, "softcap": softcap, "sliding_window": sliding_window}
+    extra: dict[str, Any] = {"sinks": normal(heads)} if sinks else {}
+    scales = {} if stored is None else {"key_scale": 0.5, "value_scale": 0.25}
+    there: dict[str, Any] = {name: tensor.to(device) for name, tensor in extra.items()}
+    there |= {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
     tree_attention(
         query.to(device),
         here[..., :head_size],
@@ -73,10 +82,18 @@ def check_kernels(
         max_rows=rows,
         max_context=int(contexts.max()),
         **attention,
+        **there,
     )
     truth = [
-        reference_attention(own, text[..., :head_size], text[..., head_size:], tree, **attention)
-        for own, text, tree in zip((query[:rows], query[rows:]), texts, trees, strict=True)
+        reference_attention(
+            rows_of_one,
+            text[..., :head_size] * scales.get("key_scale", 1.0),
+            text[..., head_size:] * scales.get("value_scale", 1.0),
+            tree,
+            **attention,
+            **extra,
+        )
+        for rows_of_one, text, tree in zip((query[:rows], query[rows:]), texts, trees, strict=True)
     ]
     error = float((out.cpu().double() - torch.cat(truth)).abs().max())
     if not error < TOLERANCES[dtype]:
@@ -89,7 +106,7 @@ def check_kernels(
         token = expected[source // block_size, :, source % block_size]
         expected[target // block_size, :, target % block_size] = token
     SlotMover([here]).move(sources.to(device), targets.to(device))
-    if not torch.equal(here.cpu(), expected):
+    if not torch.equal(here.cpu().to(dtype), expected):
         _refuse("the commit moves other tokens than it should", device)
 
 

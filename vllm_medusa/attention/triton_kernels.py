@@ -45,6 +45,7 @@ def attend(
     depth_at,
     key_scale_at,
     value_scale_at,
+    sinks_at,
     key_block,
     key_head,
     key_token,
@@ -68,6 +69,7 @@ def attend(
     window,
     KEY_SCALES: tl.constexpr,
     VALUE_SCALES: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -155,6 +157,8 @@ def attend(
             else:
                 sums = tl.dot(weights, values, sums, input_precision="ieee")
             best = newest
+    if SINKS and SPLITS == 1:
+        total += tl.exp2(tl.load(sinks_at + head, live, 0.0).to(tl.float32) * 1.4426950408889634 - best)
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     if VALUE_SCALES > 0:
         result *= tl.load(value_scale_at + (kv_head if VALUE_SCALES > 1 else 0))
@@ -174,12 +178,14 @@ def merge(
     lse_at,
     out_at,
     start_at,
+    sinks_at,
     requests,
     out_row,
     out_head,
     out_dim,
     rows_and_heads,
     heads,
+    SINKS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -210,6 +216,8 @@ def merge(
         # What a share without a visible key has left is not read.
         filled = (own > float("-inf"))[:, None] & (dims < SIZE)[None, :]
         sums += weights[:, None] * tl.load(sums_at + share[:, None] * SIZE + dims[None, :], filled, 0.0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks_at + places % heads, live, 0.0).to(tl.float32) * 1.4426950408889634 - best)
     merged = sums / tl.where(live, total, 1.0)[:, None]
     out_at += (places // heads * out_row + places % heads * out_head)[:, None] + (dims * out_dim)[None, :]
     tl.store(out_at, _round(merged, out_at.dtype.element_ty, WIDE), live[:, None] & (dims < SIZE)[None, :])

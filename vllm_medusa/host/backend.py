@@ -21,10 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.attention.cpu import KeyLayout, TreeAttentionPlan, learn_layout
+from vllm_medusa.attention.inputs import LayerInputs
 from vllm_medusa.attention.native import SlotMover, load_kernel
 from vllm_medusa.host.checked_rows import CheckedRows, part_of_step
 from vllm_medusa.host.commit import TreeKeyValues
-from vllm_medusa.host.layers import decoder_layers
+from vllm_medusa.host.layers import FLOAT8, decoder_layers
 
 
 @dataclass
@@ -82,23 +83,32 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             part = torch.empty_like(output[: len(rows)])
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part)
             output[rows] = part
-        key_cache, value_cache = self.halves(kv_cache)
+        caches, own = self.halves(kv_cache), self.own_inputs(layer)
         if trees.rows is None:
-            trees.plan(self).run(query, key_cache, value_cache, output)
+            trees.plan(self).run(query, *caches, output, own)
         else:
             part = torch.empty_like(output[: len(trees.rows)])
-            trees.plan(self).run(query[trees.rows], key_cache, value_cache, part)
+            trees.plan(self).run(query[trees.rows], *caches, part, own)
             output[trees.rows] = part
         return output
 
+    def own_inputs(self, layer: Any) -> LayerInputs:
+        """Sinks of this layer's heads, and the scales of its float8 cache."""
+        sinks = None if self.sinks is None else self.sinks.float()
+        if not self.is_fp8_kv_cache:
+            return LayerInputs(sinks)
+        return LayerInputs(sinks, layer._k_scale_float, layer._v_scale_float)
+
     def halves(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [blocks, Hkv, block, D] of a cache [blocks, Hkv, block, 2 D], whose blocks hold first all
-        keys, then all values. Made once per layer: these views cost as much as a call of the kernel.
+        keys, then all values. Made once per layer: these views cost as much as a call of the kernel. Bytes are seen
+        as the float8 that they are.
         """
         known: tuple[int, Tensor, Tensor] | None = getattr(self, "_known_halves", None)
         if known is None or known[0] != kv_cache.data_ptr():
             blocks, heads, block_size, _ = kv_cache.shape
-            keys, values = kv_cache.view(blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
+            elements = kv_cache.view(FLOAT8[self.kv_cache_dtype]) if self.is_fp8_kv_cache else kv_cache
+            keys, values = elements.view(blocks, heads, 2 * block_size, -1).chunk(2, dim=2)
             self._known_halves = known = (kv_cache.data_ptr(), keys, values)
         return known[1], known[2]
 
@@ -118,11 +128,13 @@ def adopt(layers: Iterable[Any]) -> list[Attention]:
 def learn_key_layout(layer: Attention) -> KeyLayout:
     """How the host packs keys inside a block of this layer's cache, found by writing known ones."""
     block_size, head_size = layer.kv_cache.shape[2], layer.kv_cache.shape[3] // 2
+    kind, stored = layer.impl.kv_cache_dtype, layer.kv_cache.dtype
 
     def write(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, layer.isa)
+        halves = key_cache.view(stored), value_cache.view(stored)
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, layer.isa, kv_cache_dtype=kind)
 
-    return learn_layout(write, block_size, head_size, layer.kv_cache.dtype)
+    return learn_layout(write, block_size, head_size, FLOAT8.get(kind, stored), layer.dtype)
 
 
 def make_mover(layers: Sequence[Attention], layout: KeyLayout) -> SlotMover | None:

@@ -78,6 +78,7 @@ RUNNER_CONTRACT = (
     Symbol(_RUNNER, "GPUModelRunner.execute_model", ("scheduler_output",)),
     Symbol(_RUNNER, "GPUModelRunner.sample_tokens", ("grammar_output",)),
     Symbol(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),
+    Symbol(_RUNNER, "GPUModelRunner._dummy_run", ("num_tokens", "randomize_inputs")),
     Symbol("vllm.v1.core.sched.utils", "check_stop", ("request", "max_model_len")),
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", ("logits", "sampling_metadata")),
     Symbol("vllm.v1.sample.sampler", "Sampler.greedy_sample", ("logits",)),
@@ -97,7 +98,7 @@ _V2 = "vllm.v1.worker.gpu"
 V2_CONTRACT = (
     Symbol(f"{_V2}.model_runner", "GPUModelRunner.load_model"),
     Symbol(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
-    Symbol(f"{_V2}.model_runner", "GPUModelRunner._dummy_run", ("num_tokens",)),
+    Symbol(f"{_V2}.model_runner", "GPUModelRunner._dummy_run", ("num_tokens", "randomize_inputs")),
     Symbol(f"{_V2}.model_runner", "init_model_state", ("vllm_config", "model", "encoder_cache", "device")),
     Symbol(f"{_V2}.model_runner", "AsyncOutput"),
     Symbol("vllm.v1.worker.cpu.model_runner", "CPUModelRunner"),

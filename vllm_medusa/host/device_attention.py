@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
@@ -21,7 +22,7 @@ from vllm_medusa.attention.triton import SPLITS, Tiles, tree_attention
 from vllm_medusa.attention.triton_check import check_kernels
 from vllm_medusa.attention.triton_mover import SlotMover
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.host.layers import decoder_layers
+from vllm_medusa.host.layers import FLOAT8, decoder_layers
 from vllm_medusa.tree.topology import num_words
 
 HOSTS_OWN = (FlashAttentionImpl, TritonAttentionImpl)
@@ -90,13 +91,13 @@ def with_trees(host: Any) -> Any:
                     super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, part, *scales)
                     output[rows] = part
                 part = torch.empty_like(output[: len(trees.rows)])
-                attend(self, query[trees.rows], kv_cache, part, trees.inputs)
+                attend(layer, query[trees.rows], kv_cache, part, trees.inputs)
                 output[trees.rows] = part
                 return output
             n = trees.num_rows
             if trees.others is not None:
                 super().forward(layer, query[n:], key[n:], value[n:], kv_cache, trees.others, output[n:], *scales)
-            attend(self, query[:n], kv_cache, output[:n], trees.inputs)
+            attend(layer, query[:n], kv_cache, output[:n], trees.inputs)
             return output
 
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -106,8 +107,14 @@ def with_trees(host: Any) -> Any:
     return DeviceTreeAttentionImpl
 
 
-def attend(impl: Any, query: Tensor, kv_cache: Tensor, output: Tensor, inputs: dict[str, Any]) -> None:
-    """Attention of tree rows alone, query [T, Hq, D], by a layer's own scale, soft cap and window."""
+def attend(layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, inputs: dict[str, Any]) -> None:
+    """Attention of tree rows alone, query [T, Hq, D], by a layer's own scale, soft cap, window, sinks and float8."""
+    impl = layer.impl
+    if impl.kv_cache_dtype in FLOAT8:
+        kv_cache = kv_cache.view(current_platform.fp8_dtype())  # as the host reads it
+        inputs = inputs | {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        if query.dtype != output.dtype:  # the host's kernel wants it in float8 too
+            query = query.to(output.dtype) * layer._q_scale.to(output.dtype)
     keys, values = kv_cache.split(impl.head_size, dim=-1)
     tree_attention(
         query,
@@ -118,6 +125,7 @@ def attend(impl: Any, query: Tensor, kv_cache: Tensor, output: Tensor, inputs: d
         scale=impl.scale,
         softcap=float(impl.logits_soft_cap),
         sliding_window=window_of(impl),
+        sinks=impl.sinks,
     )
 
 
@@ -166,12 +174,15 @@ def warm_up(layers: Sequence[Any], num_nodes: int) -> None:
     Raises:
         MedusaError: on this device our kernels give other results than arithmetic does.
     """
-    kinds = {(layer.num_heads, layer.head_size, layer.impl.sliding_window): layer for layer in layers}
+    kinds = {
+        (layer.num_heads, layer.head_size, layer.impl.sliding_window, layer.impl.kv_cache_dtype): layer
+        for layer in layers
+    }
     for layer in kinds.values():
-        cache = layer.kv_cache
+        cache, dtype = layer.kv_cache, layer.dtype
         check_kernels(
             cache.device,
-            cache.dtype,
+            dtype,
             heads=layer.num_heads,
             kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
@@ -179,6 +190,8 @@ def warm_up(layers: Sequence[Any], num_nodes: int) -> None:
             num_nodes=num_nodes,
             sliding_window=window_of(layer.impl),
             softcap=float(layer.impl.logits_soft_cap),
+            sinks=layer.impl.sinks is not None,
+            stored=current_platform.fp8_dtype() if layer.impl.kv_cache_dtype in FLOAT8 else None,
         )
         integers = torch.zeros(2, 2, dtype=torch.int64, device=cache.device)
         inputs = {
@@ -190,8 +203,8 @@ def warm_up(layers: Sequence[Any], num_nodes: int) -> None:
             "max_context": 0,
             "max_rows": 1,
         }
-        query = torch.zeros(1, layer.num_heads, layer.head_size, dtype=cache.dtype, device=cache.device)
+        query = torch.zeros(1, layer.num_heads, layer.head_size, dtype=dtype, device=cache.device)
         packed = [rows * layer.num_heads // layer.num_kv_heads for rows in range(2, num_nodes + 2)]
-        tiles = {Tiles.choose(rows, layer.head_size, cache.element_size()) for rows in packed}
+        tiles = {Tiles.choose(rows, layer.head_size, dtype.itemsize) for rows in packed}
         for tile, splits in product(tiles, SPLITS):
-            attend(layer.impl, query, cache, torch.empty_like(query), inputs | {"tiles": tile, "splits": splits})
+            attend(layer, query, cache, torch.empty_like(query), inputs | {"tiles": tile, "splits": splits})

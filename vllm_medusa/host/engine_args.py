@@ -16,6 +16,7 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, read_config
 from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.host.choice import METHODS, PROPOSER, choose_runner, refuse_on_v1, refuse_on_v2
+from vllm_medusa.host.layers import FLOAT8
 from vllm_medusa.host.speculative_keys import (
     WIDTHS_BY_BATCH,
     check_widths,
@@ -59,6 +60,7 @@ def create_speculative_config(
         refuse_on_v1(given, on_cpu=platform == "cpu")
     else:
         refuse_on_v2(args)
+        _refuse_pictures(target_model_config, "on Model Runner V2 Medusa serves the text of such a model alone")
     widths = read_widths(given, target_parallel_config.data_parallel_size)
     if widths is not None:
         given = {**given, "adaptive": False}  # the user has decided
@@ -147,8 +149,7 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
         ("enable_dbo", parallel.enable_dbo, (False,)),
         ("ubatch_size", parallel.ubatch_size, (0,)),
-        ("kv_cache_dtype", resolve_kv_cache_dtype_string(args.kv_cache_dtype, model), ("auto",)),
-        ("quantization_config.kv_cache_scheme", _kv_cache_scheme(model), (None,)),
+        ("kv_cache_dtype", resolve_kv_cache_dtype_string(args.kv_cache_dtype, model), ("auto", *FLOAT8)),
         ("kv_transfer_config", args.kv_transfer_config, (None,)),
         ("kv_offloading_size", args.kv_offloading_size, (None,)),
         ("enable_prompt_embeds", model.enable_prompt_embeds, (False,)),
@@ -171,15 +172,14 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
             raise MedusaError.of(
                 "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
             )
+    if model.is_mm_prefix_lm:
+        _refuse_pictures(model, "of a model whose image tokens see each other both ways Medusa serves the text alone")
+
+
+def _refuse_pictures(model: Any, why: str) -> None:
+    """A model that takes images, sound or video must be told to leave them."""
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
-        fix = "of a model that takes images, sound or video Medusa serves the text alone; set it to true"
-        raise MedusaError.of("language_model_only", False, fix)
-
-
-def _kv_cache_scheme(model: Any) -> Any:
-    """How a checkpoint wants its keys and values quantized, if it does."""
-    quantization = getattr(model.hf_config, "quantization_config", None)
-    return quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+        raise MedusaError.of("language_model_only", False, f"{why}; set it to true")
 
 
 def _refuse_sides(args: EngineArgs) -> None:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_medusa.errors import MedusaError
+
+# Caches of bytes that our kernels read, by the host's name for them: one scale a layer, for keys and for values.
+FLOAT8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def decoder_layers(layers: Iterable[Any], implementations: tuple[type, ...]) -> list[Attention]:
@@ -27,15 +35,15 @@ def decoder_layers(layers: Iterable[Any], implementations: tuple[type, ...]) -> 
         if not isinstance(layer, Attention):
             continue
         impl: Any = layer.impl
-        # Subclasses of the host's layer see keys in ways of their own (chunks, cross attention, sinks).
+        # Subclasses of the host's layer see keys in ways of their own (chunks, cross attention, static sinks).
         plain = type(layer) is Attention and impl.attn_type == AttentionType.DECODER
         if not plain or not issubclass(type(impl), implementations):
             fix = f"attention by {type(layer).__name__} with {type(impl).__name__} cannot check trees yet"
             raise MedusaError.of("model", layer.layer_name, fix)
+        cache = impl.kv_cache_dtype
         for what, present in (
             ("ALiBi", impl.alibi_slopes is not None),
-            ("attention sinks", impl.sinks is not None),
-            ("a quantised KV cache", is_quantized_kv_cache(impl.kv_cache_dtype)),
+            (f"a KV cache of {cache}", is_quantized_kv_cache(cache) and cache not in FLOAT8),
             ("values of another size than keys", layer.head_size_v != layer.head_size),
         ):
             if present:

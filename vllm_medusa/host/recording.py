@@ -65,7 +65,7 @@ class RecordingWorker(HostWorker):
     @torch.inference_mode()
     def _time_step(self, tokens: int) -> float:
         began = time.perf_counter()
-        hidden, _ = self.model_runner._dummy_run(tokens)
+        hidden, _ = self.model_runner._dummy_run(tokens, randomize_inputs=True)
         self.model_runner.model.compute_logits(hidden[:tokens]).sum().item()  # waits for a GPU
         return time.perf_counter() - began
 

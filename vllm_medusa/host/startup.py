@@ -136,7 +136,7 @@ def _sizes(usual: Sequence[int], most: int, device: torch.device) -> list[int]:
 @torch.inference_mode()
 def _time_step(runner: Any, tokens: int) -> float:
     began = time.perf_counter()
-    hidden, _ = runner._dummy_run(tokens)
+    hidden, _ = runner._dummy_run(tokens, randomize_inputs=True)  # the same token everywhere would ask the same experts
     runner.model.compute_logits(hidden[:tokens])
     _wait_for(runner.device)
     return time.perf_counter() - began

@@ -7,7 +7,8 @@
 
 namespace medusa {
 
-template <class T>
+// T: what queries are made of; C: what the cache holds.
+template <class T, class C = T>
 struct Portable {
   static constexpr int64_t kChunk = 64;
 
@@ -68,12 +69,12 @@ struct Portable {
     for (int64_t j = 0; j < count; j += tile) {
       const int64_t slot = begin + j, token = slot % step.block_size;
       const int64_t block = step.table[pair.request * step.table_width + slot / step.block_size];
-      const T* key = static_cast<const T*>(layer.keys) + block * layer.key_block + pair.kv_head * layer.key_head;
-      const T* value =
-          static_cast<const T*>(layer.values) + block * layer.value_block + pair.kv_head * layer.value_head;
+      const C* key = static_cast<const C*>(layer.keys) + block * layer.key_block + pair.kv_head * layer.key_head;
+      const C* value =
+          static_cast<const C*>(layer.values) + block * layer.value_block + pair.kv_head * layer.value_head;
       for (int64_t d = 0; d < step.dim; ++d) {
         float* to = keys + d * kChunk + j;
-        const T* from = key + step.key_dim[d];
+        const C* from = key + step.key_dim[d];
         if (step.key_run)
           for (int64_t i = 0; i < tile; ++i) to[i] = widen(from[step.key_token[token] + i]);
         else
@@ -85,7 +86,7 @@ struct Portable {
           std::fill(to, to + wide, 0.0f);
           continue;
         }
-        const T* from = value + step.value_token[token + i];
+        const C* from = value + step.value_token[token + i];
         if (step.value_run)
           for (int64_t d = 0; d < step.dim; ++d) to[d] = widen(from[step.value_dim[0] + d]);
         else
@@ -128,9 +129,10 @@ struct Portable {
   static void soften(const Pair& pair, int64_t m, int64_t begin, int64_t count, bool plain, float* scores, Sums sums,
                      int64_t wide) {
     const MedusaStep& step = *pair.step;
+    const float scale = step.scale * pair.layer->key_scale;
     Vec most = broadcast(-kInfinity);
     for (int64_t j = 0; j < count; j += 16) {
-      Vec s = load(scores + j) * step.scale;
+      Vec s = load(scores + j) * scale;
       if (step.softcap > 0) s = hyperbolic_tangent(s / step.softcap) * step.softcap;
       store(scores + j, s);
       most = larger(s, most);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -28,7 +29,8 @@ struct MedusaStep {
   const int32_t* value_dim;
   int64_t key_run;    // tokens of a tile stand next to each other (keys transposed)
   int64_t value_run;  // dims stand next to each other (values row-major)
-  int64_t dtype;      // 0 float32, 1 bfloat16, 2 float16
+  int64_t dtype;      // of queries, results and cache: 0 float32, 1 bfloat16, 2 float16
+  int64_t cache;      // 0 the cache holds that too, 1 float8 (e4m3), 2 float8 (e5m2)
   int64_t heads;
   int64_t kv_heads;
   int64_t dim;
@@ -47,6 +49,8 @@ struct MedusaLayer {
   int64_t value_block, value_head;
   void* out;  // [rows, heads, dim]
   int64_t out_row, out_head;
+  const float* sinks;            // [heads], a score for each that no key has and that draws no value; or null
+  float key_scale, value_scale;  // what cached elements are multiplied by
 };
 
 // Tokens that change places, in every layer of a cache. Strides are in elements of `item` bytes.
@@ -82,6 +86,11 @@ struct Pair {
 
   int64_t row_of(int64_t m) const { return first_row + m / group; }
   int64_t head_of(int64_t m) const { return kv_head * group + m % group; }
+
+  // What the sink of query m adds to its sum of weights, at the scale of a running maximum.
+  float sink(int64_t m, float maximum) const {
+    return layer->sinks ? std::exp(layer->sinks[head_of(m)] - maximum) : 0.0f;
+  }
 
   // Whether slots [begin, end) are seen by every row.
   bool plain(int64_t begin, int64_t end) const {

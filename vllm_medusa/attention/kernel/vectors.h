@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__x86_64__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && \
     defined(__AVX512BF16__)
@@ -16,6 +18,38 @@ namespace medusa {
 struct BFloat16 {
   uint16_t bits;
 };
+
+// A byte of a quantized cache, with so many bits of mantissa. e4m3 has no infinity: all ones are its NaN.
+template <int kMantissa>
+struct Float8 {
+  uint8_t bits;
+};
+using E4M3 = Float8<3>;
+using E5M2 = Float8<2>;
+
+template <int kMantissa>
+struct Float8Values {
+  float of[256];
+  Float8Values() {
+    constexpr int exponents = 7 - kMantissa, bias = (1 << (exponents - 1)) - 1, last = (1 << exponents) - 1;
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = bits >> kMantissa & last, mantissa = bits & ((1 << kMantissa) - 1);
+      float value = std::ldexp(float(mantissa + (exponent ? 1 << kMantissa : 0)),
+                               std::max(exponent, 1) - bias - kMantissa);
+      if (kMantissa == 3 ? (bits & 127) == 127 : exponent == last && mantissa)
+        value = std::numeric_limits<float>::quiet_NaN();
+      else if (kMantissa == 2 && exponent == last)
+        value = std::numeric_limits<float>::infinity();
+      of[bits] = bits & 128 ? -value : value;
+    }
+  }
+};
+
+template <int kMantissa>
+inline float widen(Float8<kMantissa> x) {
+  static const Float8Values<kMantissa> values;
+  return values.of[x.bits];
+}
 
 inline float widen(float x) { return x; }
 inline float widen(BFloat16 x) {

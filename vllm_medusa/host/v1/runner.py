@@ -131,6 +131,11 @@ class MedusaModelRunnerV1(GPUModelRunner):
         """One line that says what serves; `products`: what multiplies with the target's matrices."""
         log_choices(self.drafter, "Model Runner V1", self._kernel, "vLLM's sampler at each depth", products)
 
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's dry step: it has no trees. Engines that step together run one where they have nothing to do."""
+        self.trees = None
+        return super()._dummy_run(*args, **kwargs)
+
     # Forward ----------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
