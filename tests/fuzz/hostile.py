@@ -32,8 +32,6 @@ SEATS = 8  # of the engines; a schedule may set fewer
 BLOCKS = 160
 TIE = 1e-4  # logits are up to 50 and rounded to 4e-6, several times; in 120,000 tokens one pair was 3e-6 apart
 IMPOSSIBLE = 1e-9  # the chance of a token that was drawn: in a million draws of 160 tokens not once in ten
-# Sessions, which tests of their own look at: here once they are served right.
-WITH_TALKS = bool(os.environ.get("MEDUSA_FUZZ_SESSIONS"))
 OPTIONS: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": BLOCK, "max_num_seqs": SEATS}
 PLAIN = {"max_num_seqs": 64, "max_num_batched_tokens": 64 * MAX_LEN, "num_gpu_blocks_override": 640}
 
@@ -262,7 +260,7 @@ class World:
         self.running, self.found, tick = {}, None, 0
         flushes = list(schedule.flushes)
         reloads, sleeps = list(schedule.reloads), list(schedule.sleeps)
-        talking = Talking(self, schedule.talks if WITH_TALKS else [])
+        talking = Talking(self, schedule.talks)
         aborts: dict[int, list[str]] = {}
         patience = 200 + sum(len(ask.prompt) + ask.max_tokens for ask in schedule.asks) * 4
         patience += talking.tokens * 8
