@@ -51,18 +51,22 @@ def what_would_help(facts: Mapping[str, Any], environment: Mapping[str, str]) ->
     import torch
 
     found = []
+    has_compiler = any(map(shutil.which, (environment.get("CXX", "g++"), "g++", "c++")))
     if not facts.get("compiled", True):
-        if shutil.which(environment.get("CXX", "g++")) is None and shutil.which("c++") is None:
+        if not has_compiler:
             found.append("a C++ compiler (install g++ and python3-dev), so that the model can be compiled")
         else:
             found.append("compiling the model (without --enforce-eager)")
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if torch.cuda.is_available():
         return found
-    if facts.get("dtype") == "float32" and native:
-        found.append("bfloat16, which this processor multiplies by itself (--dtype bfloat16)")
-    if facts.get("dtype") in ("bfloat16", "float16") and not native:
-        found.append(f"float32: this processor has no instructions for {facts['dtype']} (--dtype float32)")
+    if facts.get("dtype") == "float32" and (native or has_compiler):
+        found.append("bfloat16, half as much to read (--dtype bfloat16)")
+    if facts.get("dtype") in ("bfloat16", "float16") and not native and not has_compiler:
+        found.append(
+            f"a C++ compiler (install g++): this processor has no instructions for {facts['dtype']}, and vLLM's products "
+            "take a time of their own for each row; ours, which is built on first use, does not"
+        )
     threads, cores = environment.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdecimal() and int(threads) < cores:
         found.append(f"more threads (OMP_NUM_THREADS={cores}, now {threads})")
