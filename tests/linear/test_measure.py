@@ -32,4 +32,17 @@ def test_a_slower_product_is_never_chosen_and_a_quicker_one_always_is() -> None:
 def test_what_was_found_survives_being_kept() -> None:
     found = Comparison(own={1: 1e-3, 8: 2e-3}, other={1: 2e-3, 8: 1e-3})
     assert Comparison.from_json(found.to_json()) == found
+    for spoilt in (
+        None,
+        [],
+        7,
+        "x",
+        {},
+        [[1, 2]],
+        [[1, None, 2]],
+        [[3, 1.0, 1.0]],
+        [[1, -1.0, 1.0]],
+        [[1, float("nan"), 1.0]],
+    ):
+        assert Comparison.from_json(spoilt) is None
     assert found.mask & 1 and not found.never_slower

@@ -64,8 +64,8 @@ def what_would_help(facts: Mapping[str, Any], environment: Mapping[str, str]) ->
         found.append("bfloat16, half as much to read (--dtype bfloat16)")
     if facts.get("dtype") in ("bfloat16", "float16") and not native and not has_compiler:
         found.append(
-            f"a C++ compiler (install g++): this processor has no instructions for {facts['dtype']}, and vLLM's products "
-            "take a time of their own for each row; ours, which is built on first use, does not"
+            f"a C++ compiler (install g++): this processor has no instructions for {facts['dtype']}, so vLLM's "
+            "products take a time of their own for each row; ours, built on first use, does not"
         )
     threads, cores = environment.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdecimal() and int(threads) < cores:

@@ -100,8 +100,7 @@ class Products:
     def _mask(self, weight: Tensor, theirs: _TheirProduct) -> int:
         kind = _kind(weight)
         if kind not in self.seen:
-            known = self.kept.get(kind)
-            found = Comparison.from_json(known) if known is not None else compare(weight, theirs.of)
+            found = Comparison.from_json(self.kept.get(kind)) or compare(weight, theirs.of)
             self.kept.put(kind, found.to_json())
             self.seen[kind] = found
         found = self.seen[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ def time_steps(runner: Any, most: int, kept: Kept) -> Iterator[tuple[int, float]
         kept: what earlier starts measured; gets what this one does.
     """
     sizes = _sizes(STEP_SIZES, most, runner.device)
-    known = {int(size): float(seconds) for size, seconds in kept.get(_STEPS) or []}
+    known = _read_times(kept.get(_STEPS))
     checks = [size for size in CHECKED if size in sizes and size in known]
     if checks and set(sizes) <= set(known):
         paces = [_least_of(runner, size, 3) / known[size] for size in checks]
@@ -56,6 +57,15 @@ def time_steps(runner: Any, most: int, kept: Kept) -> Iterator[tuple[int, float]
         yield size, found[size]
     kept.put(_STEPS, sorted(found.items()))
     kept.save()
+
+
+def _read_times(table: Any) -> dict[int, float]:
+    """Seconds by size from what was kept; nothing if that is no such table."""
+    try:
+        times = {int(size): float(seconds) for size, seconds in table or []}
+    except (TypeError, ValueError):
+        return {}
+    return times if all(0.0 < seconds < math.inf for seconds in times.values()) else {}
 
 
 def _least_of(runner: Any, size: int, times: int) -> float:

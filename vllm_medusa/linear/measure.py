@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,19 @@ class Comparison:
         return [[rows, self.own[rows], self.other[rows]] for rows in self.own]
 
     @classmethod
-    def from_json(cls, table: list[list[float]]) -> Comparison:
-        """What `to_json` gave."""
-        return cls({int(rows): own for rows, own, _ in table}, {int(rows): other for rows, _, other in table})
+    def from_json(cls, table: Any) -> Comparison | None:
+        """What `to_json` gave; None if it is anything else.
+
+        >>> Comparison.from_json([[1, 0.1, 0.2]]), Comparison.from_json([[1, "soon", 0.2]])
+        (Comparison(own={1: 0.1}, other={1: 0.2}), None)
+        """
+        try:
+            own = {int(rows): float(seconds) for rows, seconds, _ in table}
+            other = {int(rows): float(seconds) for rows, _, seconds in table}
+        except (TypeError, ValueError):
+            return None
+        sound = own and set(own) <= set(ROWS) and all(0.0 < x < math.inf for x in (*own.values(), *other.values()))
+        return cls(own, other) if sound else None
 
     def ratio(self, rows: int) -> float:
         """How many times as long the other product takes for `rows`, or for the most rows that were measured."""
