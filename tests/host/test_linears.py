@@ -135,12 +135,23 @@ def test_measured_once_for_each_kind_and_kept(tmp_path: Path, monkeypatch: pytes
     assert asked == [(64, 96), (32, 96)]
 
 
-def test_vllm_gets_its_own_choice_back(tmp_path: Path) -> None:
-    original = utils.dispatch_cpu_unquantized_gemm
+def test_other_layers_get_vllms_choice(tmp_path: Path) -> None:
+    """After loading, and where loading failed: an engine without trees may follow in the same process."""
     with pytest.raises(RuntimeError, match="loading failed"), Products("medusa", Kept(tmp_path, {})).in_place():
-        assert utils.dispatch_cpu_unquantized_gemm is not original
         raise RuntimeError("loading failed")
-    assert utils.dispatch_cpu_unquantized_gemm is original
+    later = Layer()
+    utils.dispatch_cpu_unquantized_gemm(later, True)
+    assert not hasattr(later, "bare_weight")
+
+
+def test_loaded_again_a_layer_keeps_its_product_and_its_memory(tmp_path: Path) -> None:
+    """Compiled graphs hold on to the memory that they were made with, while a reload brings new parameters."""
+    layer = loaded(Products("medusa", Kept(tmp_path, {})), Layer())
+    memory, old = layer.bare_weight.data_ptr(), layer.weight
+    layer.weight = nn.Parameter(torch.full_like(old, 2.0), requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    assert layer.bare_weight.data_ptr() == memory == layer.weight.data_ptr()
+    assert (layer.cpu_linear(torch.ones(1, 96), layer.weight, None) == 192.0).all() and (old == 2.0).all()
 
 
 @pytest.mark.slow

@@ -187,7 +187,6 @@ CPU_CONTRACT = (
         ("key", "value", "key_cache", "value_cache", "slot_mapping", "isa"),
     ),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.load_model"),
-    Symbol("vllm.v1.worker.cpu_worker", "CPUWorker.reload_weights"),
     Symbol("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
 )
 _ATTENDS = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")

@@ -36,26 +36,25 @@ class Products:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While weights are loaded: layers get their product from us.
-
-        vLLM gives each linear layer on a CPU its product by `dispatch_cpu_unquantized_gemm`, which every layer looks up
-        anew. Remove when vLLM lets a plugin register a product.
-        """
-        operator = None if self.ask == "vllm" else linear()
-        if operator is None:
+        """While weights are loaded: layers get their product from us, now and whenever they are loaded again."""
+        global _loading
+        if self.ask == "vllm" or linear() is None:
             yield
             return
-        original = utils.dispatch_cpu_unquantized_gemm
-
-        def dispatch(layer: Any, remove_weight: bool) -> None:
-            self._dispatch(operator, original, layer, remove_weight)
-
-        utils.dispatch_cpu_unquantized_gemm = dispatch
+        _install()
+        before, _loading = _loading, self
         try:
             yield
         finally:
-            utils.dispatch_cpu_unquantized_gemm = original
+            _loading = before
         self.kept.save()
+
+    def give(self, original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+        """Give a layer its product; arguments as of vLLM's `original` function, which does the same."""
+        operator = linear()
+        assert operator is not None
+        layer.medusa_products = self
+        self._give(operator, original, layer, remove_weight)
 
     def in_words(self) -> str:
         """What serves and why, for the line at start-up."""
@@ -72,19 +71,24 @@ class Products:
         ratios = [found.ratio(8) for kind, found in self.seen.items() if self.masks[kind] > 0]
         return which + (f" (vLLM's take up to {max(ratios):.1f} times as long for 8 rows)" if ratios else "")
 
-    def _dispatch(self, operator: Linear, original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+    def _give(self, operator: Linear, original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or not has_product(weight):
             original(layer, remove_weight)
             return
         theirs = _TheirProduct(original, weight)
         mask = ALWAYS if self.ask == "medusa" else self._mask(weight, theirs)
-        if theirs.is_packed and remove_weight and mask != ALWAYS:
+        if mask != ALWAYS and remove_weight and theirs.is_packed:
             mask = 0  # vLLM's is made of a copy, and a layer keeps one
         self.masks[_kind(weight)] = mask
         if mask == ALWAYS or (mask and not theirs.is_packed):
             # vLLM's parameters intercept, in Python, every operator that is handed one: microseconds each. Not this.
-            layer.bare_weight = weight.data
+            known = getattr(layer, "bare_weight", None)
+            if known is not None and known.shape == weight.shape and known.dtype == weight.dtype:
+                known.copy_(weight.data)  # loaded again: compiled graphs, and vLLM's reload, hold on to this memory
+                weight.data = known
+            else:
+                layer.bare_weight = weight.data
             layer.cpu_linear = lambda x, weight, bias: operator(x, layer.bare_weight, bias, mask)
             return
         original(layer, remove_weight)
@@ -104,7 +108,31 @@ class Products:
             self.kept.put(kind, found.to_json())
             self.seen[kind] = found
         found = self.seen[kind]
-        return ALWAYS if theirs.is_packed and found.never_slower else found.mask
+        return ALWAYS if found.never_slower and theirs.is_packed else found.mask
+
+
+_loading: Products | None = None  # whose weights are being loaded
+
+
+def _install() -> None:
+    """Let layers get their product from us, those of a target with trees alone.
+
+    vLLM gives each linear layer on a CPU its product by `dispatch_cpu_unquantized_gemm`, which every layer looks up anew
+    when weights are loaded, and when they are loaded again. Remove when vLLM lets a plugin register a product.
+    """
+    original = utils.dispatch_cpu_unquantized_gemm
+    if getattr(original, "is_medusas", False):
+        return
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        products: Products | None = getattr(layer, "medusa_products", None) or _loading
+        if products is None:
+            original(layer, remove_weight)
+        else:
+            products.give(original, layer, remove_weight)
+
+    dispatch_cpu_unquantized_gemm.is_medusas = True  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
 class _TheirProduct:

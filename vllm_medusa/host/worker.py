@@ -36,11 +36,6 @@ class MedusaCPUWorker(TreeWorker, cpu_worker.CPUWorker):
         self.vllm_config.additional_config[ADDITIONAL_KEY] = self.products.masks
         self.products_in_words = self.products.in_words()
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As at the start."""
-        with self.products.in_place():
-            super().reload_weights(*args, **kwargs)
-
 
 def _our_runner(runner: Runner) -> tuple[Any, type]:
     """The module in which the host looks up its runner's class, and our subclass of it."""
