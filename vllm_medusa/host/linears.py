@@ -117,8 +117,8 @@ _loading: Products | None = None  # whose weights are being loaded
 def _install() -> None:
     """Let layers get their product from us, those of a target with trees alone.
 
-    vLLM gives each linear layer on a CPU its product by `dispatch_cpu_unquantized_gemm`, which every layer looks up anew
-    when weights are loaded, and when they are loaded again. Remove when vLLM lets a plugin register a product.
+    vLLM gives each linear layer on a CPU its product by `dispatch_cpu_unquantized_gemm`, which every layer looks up
+    anew when weights are loaded, and when they are loaded again. Remove when vLLM lets a plugin register a product.
     """
     original = utils.dispatch_cpu_unquantized_gemm
     if getattr(original, "is_medusas", False):
