@@ -34,15 +34,23 @@ class _NoCompiler(Exception):
     """None is found: not to be mistaken for a folder that is not there."""
 
 
-def load_operators(source: Path) -> None:
+def load_operators(source: Path) -> Path:
     """Let torch know the operators of one source file, built with torch's own headers (some twenty seconds).
+
+    Returns:
+        The library.
 
     Raises:
         CannotBuild: as of `load_library`.
     """
     torch_folder = Path(torch.__file__).parent
     flags = (*_FLAGS, "-O2", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
-    _load(source, flags, torch.ops.load_library)
+
+    def load(library: str) -> Path:
+        torch.ops.load_library(library)
+        return Path(library)
+
+    return _load(source, flags, load)
 
 
 def load_library(source: Path) -> ctypes.CDLL:

@@ -80,7 +80,7 @@ def a_proposer(fixed: Tree | None = None, **heads_like: Any) -> MedusaProposer:
     heads.freeze()
     proposer = MedusaProposer.__new__(MedusaProposer)
     proposer.settings = SimpleNamespace(num_speculative_tokens=NODES)  # type: ignore[assignment]
-    proposer.fixed_tree, proposer.heads = fixed, heads.eval()
+    proposer.fixed_tree, proposer.heads, proposer._are_weights_new = fixed, heads.eval(), False
     return proposer
 
 
