@@ -47,7 +47,7 @@ def load_operators(source: Path) -> Path:
     flags = (*_FLAGS, "-O2", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu")
 
     def load(library: str) -> Path:
-        torch.ops.load_library(library)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
         return Path(library)
 
     return _load(source, flags, load)

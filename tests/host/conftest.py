@@ -17,8 +17,8 @@ PROCESSORS = ["processors:NoRepeat", "processors:Alternate"]
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
-# These engines' log-probabilities are compared within 1e-4. Ours sums in another order than vLLM's, which alone moved some
-# by 1.2e-4. Tokens stay the same with it: MEDUSA_TEST_PRODUCT=medusa shows that, other engines of the suite always.
+# These engines' log-probabilities are compared within 1e-4. Our product sums in another order than vLLM's, which alone
+# moved some by 1.2e-4. Tokens stay the same with it: MEDUSA_TEST_PRODUCT=medusa shows that, other engines always.
 PRODUCT = os.environ.get("MEDUSA_TEST_PRODUCT", "vllm")
 
 
