@@ -116,3 +116,17 @@ def inspected_here(*architectures: str) -> Iterator[None]:
     finally:
         ModelRegistry.models.clear()
         ModelRegistry.models.update(before)
+
+
+def make_expert_group() -> None:
+    """Make vLLM's group of experts in a process whose groups come from an engine that has none.
+
+    vLLM makes its process groups once in a process, and this one only if the first engine's model has experts. Users
+    have one engine in a process; the tests have many.
+    """
+    from vllm.distributed import parallel_state as groups
+
+    if groups.model_parallel_is_initialized() and groups._EP is None:
+        world = groups.get_world_group()
+        backend = torch.distributed.get_backend(world.device_group)
+        groups._EP = groups.init_model_parallel_group([world.ranks], world.local_rank, backend, group_name="ep")

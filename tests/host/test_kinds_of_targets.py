@@ -14,7 +14,7 @@ import pytest
 import torch
 from device_runs import greedy, seeded
 from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
-from tiny_targets import add_cache_scales, inspected_here, save_target
+from tiny_targets import add_cache_scales, inspected_here, make_expert_group, save_target
 
 pytestmark = pytest.mark.slow  # engines start
 # vLLM's own refusal elsewhere: "FP8 KV cache on CPU requires x86 with AVX-512 or AMX."
@@ -38,6 +38,7 @@ def started(model: Path, heads: Path | None = None, **options: Any) -> Engine:
     """An engine for it, with trees of up to 12 nodes where there are heads."""
     architectures = json.loads((model / "config.json").read_text())["architectures"]
     medusa = {"medusa": {"num_speculative_tokens": 12, "adaptive": False, **options.pop("medusa", {})}} if heads else {}
+    make_expert_group()
     with inspected_here(*architectures):
         return start(model, heads, **{"max_model_len": MAX_LEN, "block_size": 32, **medusa, **options})
 

@@ -82,7 +82,11 @@ ENGINE_BAD = {
         {"spec_tokens": 3, "_twice": True},
         "num_speculative_tokens",
     ),
-    "kv cache dtype": (lambda heads, tmp: {"model": str(heads)}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "kv cache dtype": (
+        lambda heads, tmp: {"model": str(heads)},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        "kv_cache_dtype='int8_per_token_head'",
+    ),
     "own worker": (
         lambda heads, tmp: {"model": str(heads)},
         {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},

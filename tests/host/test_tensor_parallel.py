@@ -72,7 +72,7 @@ def medusa(model: Path, heads: Path) -> Iterator[Any]:
             dtype="float32",
             enforce_eager=True,
             enable_prefix_caching=False,
-            num_gpu_blocks_override=24,
+            num_gpu_blocks_override=18,
             disable_log_stats=False,
             seed=0,
             **SETTINGS,

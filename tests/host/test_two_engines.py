@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import MAX_LEN, VOCAB, random_prompts, start
-from tiny_targets import inspected_here, save_target
+from tiny_targets import inspected_here, make_expert_group, save_target
 
 LONG = pytest.mark.skipif(not os.environ.get("MEDUSA_LONG"), reason="five processes import vLLM: half a minute")
 pytestmark = [pytest.mark.slow, LONG]
@@ -24,6 +24,7 @@ def test_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     model, heads = save_target("qwen3_moe", tmp_path)
     prompts = random_prompts(np.random.default_rng(3), [3, 8, 21, 33, 60, 90])
     params = [SamplingParams(max_tokens=20 + 8 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(6)]
+    make_expert_group()
     with inspected_here("Qwen3MoeForCausalLM"):
         truth = start(model, **SETTINGS).tokens(prompts, params)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
