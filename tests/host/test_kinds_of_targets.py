@@ -16,6 +16,8 @@ from device_runs import greedy, seeded
 from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
 from tiny_targets import add_cache_scales, inspected_here, make_expert_group, save_target
 
+from vllm_medusa.kept import Kept
+
 pytestmark = pytest.mark.slow  # engines start
 # vLLM's own refusal elsewhere: "FP8 KV cache on CPU requires x86 with AVX-512 or AMX."
 needs_float8 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="no AVX-512")
@@ -115,13 +117,13 @@ def test_float8_caches_on_model_runner_v2(ask: Callable[..., Any], scaled: tuple
     assert run["differences"] == [] and run["length"] > 1.4
 
 
-def test_steps_are_timed_with_different_tokens(target: Any) -> None:
+def test_steps_are_timed_with_different_tokens(target: Any, tmp_path: Path) -> None:
     """At start-up: the same token everywhere would ask the same few experts, and a wide step would look too cheap."""
     trees = started(*target("qwen3_moe"), medusa={"adaptive": True})
     most: list[int] = []
     embedding = trees.runner.model.model.embed_tokens
     hook = embedding.register_forward_pre_hook(lambda _, given: most.append(len(given[0].unique())))
-    trees.runner.measure_step_cost()
+    trees.runner.measure_step_cost(Kept(tmp_path, {}))
     hook.remove()
     assert max(most) > 32
 

@@ -39,7 +39,9 @@ def time_steps(runner: Any, most: int, kept: Kept) -> Iterator[tuple[int, float]
         kept: what earlier starts measured; gets what this one does.
     """
     sizes = _sizes(STEP_SIZES, most, runner.device)
-    known = _read_times(kept.get(_STEPS))
+    own = _read_times(kept.get(_STEPS))
+    agreed = {size: agreed_seconds(own.get(size, 0.0)) for size in sizes}  # each rank keeps its own
+    known = {size: seconds for size, seconds in agreed.items() if seconds}
     checks = [size for size in CHECKED if size in sizes and size in known]
     if checks and set(sizes) <= set(known):
         paces = [_least_of(runner, size, 3) / known[size] for size in checks]
@@ -50,7 +52,7 @@ def time_steps(runner: Any, most: int, kept: Kept) -> Iterator[tuple[int, float]
     found = {}
     began = time.perf_counter()
     for place, size in enumerate(_most_telling_first(sizes)):
-        late = time.perf_counter() - began > MOST_SECONDS
+        late = agreed_seconds(time.perf_counter() - began) > MOST_SECONDS  # by one clock, or ranks part ways
         if late and place >= 3:
             break
         found[size] = _least_of(runner, size, 2 if late else 4)
@@ -97,7 +99,7 @@ def time_heads(
     weight = next(heads.parameters())
     all_began = time.perf_counter()
     for size in _sizes(HEADS_SIZES, most, weight.device):
-        if size > HEADS_SIZES[1] and time.perf_counter() - all_began > MOST_SECONDS:
+        if size > HEADS_SIZES[1] and agreed_seconds(time.perf_counter() - all_began) > MOST_SECONDS:
             return
         hidden = torch.zeros(size, heads.config.hidden_size, dtype=weight.dtype, device=weight.device)
         roots = torch.zeros(size, dtype=torch.int64, device=weight.device)
