@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -303,8 +304,17 @@ class World:
         )
         free = schedule.drawn and ask.sampling["temperature"] > 0 and "grammar" not in ask.sampling
         self.running[name] = Running(ask, truth, longer, free=free)
+        self._wait_for_grammar(name)
         self.totals.requests += 1
         return str(name)
+
+    def _wait_for_grammar(self, name: str) -> None:
+        """vLLM compiles it in a thread: how many empty steps that takes would be the machine's to say."""
+        asked, until = self.scheduler.requests[name].structured_output_request, time.monotonic() + 60.0
+        while asked is not None and not asked.is_grammar_ready:
+            if time.monotonic() > until:
+                raise Violation("hang", f"the grammar of {name} is not compiled")
+            time.sleep(0.001)
 
     def _abort(self, name: str) -> None:
         if not self.running[name].done:
