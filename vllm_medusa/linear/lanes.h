@@ -28,21 +28,19 @@ typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(2), may_al
 
 inline Lanes lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
 
-// A step of `kStep` weights as two vectors. Which weight lies in which lane is the format's own; `order` says where:
-// weight i of a step stands at place order(i), and rows of the input are laid out likewise.
+// A step of `kStep` weights as two vectors. Which weight lies in which lane is the format's own; rows of the input are laid
+// out by the same two functions.
 template <class T>
 struct Format;
 
 template <>
 struct Format<float> {
-  static constexpr int order(int i) { return i; }
   static Lanes first(const float* from) { return lanes(from); }
   static Lanes second(const float* from) { return lanes(from + kLanes); }
 };
 
 template <>
 struct Format<BFloat16> {  // two in a word: the even ones by a shift, the odd ones by a mask
-  static constexpr int order(int i) { return i / 2 + i % 2 * kLanes; }
   static Lanes first(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) << 16); }
   static Lanes second(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) & high()); }
   static Bits high() {
@@ -59,7 +57,6 @@ struct Format<BFloat16> {  // two in a word: the even ones by a shift, the odd o
 
 template <>
 struct Format<int8_t> {
-  static constexpr int order(int i) { return i; }
   static Lanes whole(const int8_t* from) {  // GCC 12 takes conversions of byte vectors apart, one number at a time
     Lanes wide;
 #if defined(__AVX512F__)
@@ -82,7 +79,6 @@ struct Format<int8_t> {
 #ifdef __FLT16_MAX__
 template <>
 struct Format<_Float16> {
-  static constexpr int order(int i) { return i; }
   static Lanes half(const _Float16* from) {
     Lanes wide;
 #if defined(__AVX512F__)
