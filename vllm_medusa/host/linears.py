@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers import utils
 
@@ -33,6 +34,7 @@ class Products:
     kept: Kept
     masks: dict[str, int] = field(default_factory=dict)
     seen: dict[str, Comparison] = field(default_factory=dict)
+    _theirs: dict[str, _TheirProduct] = field(default_factory=dict)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -76,7 +78,8 @@ class Products:
         if weight.is_meta or not has_product(weight):
             original(layer, remove_weight)
             return
-        theirs = _TheirProduct(original, weight)
+        # Whether vLLM packs is a matter of the kind: asked of one matrix, not of each layer's anew.
+        theirs = self._theirs.setdefault(_kind(weight), _TheirProduct(original, weight.shape, weight.dtype))
         mask = ALWAYS if self.ask == "medusa" else self._mask(weight, theirs)
         if mask != ALWAYS and remove_weight and theirs.is_packed:
             mask = 0  # vLLM's is made of a copy, and a layer keeps one
@@ -138,13 +141,13 @@ def _install() -> None:
 class _TheirProduct:
     """vLLM's product, tried on layers of our own."""
 
-    def __init__(self, original: Callable[..., None], weight: Tensor) -> None:
-        self._original, self._weight = original, weight
+    def __init__(self, original: Callable[..., None], shape: torch.Size, dtype: torch.dtype) -> None:
+        self._original, self._shape, self._dtype = original, shape, dtype
 
     @cached_property
     def is_packed(self) -> bool:
         """It computes with a copy of the weight, not with the weight."""
-        return bool(self._layer(self._weight).weight.numel() == 0)
+        return bool(self._layer(torch.zeros(self._shape, dtype=self._dtype)).weight.numel() == 0)
 
     def of(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """The product of one matrix, without a bias."""
