@@ -40,19 +40,27 @@ struct Format<float> {
 };
 
 template <>
-struct Format<BFloat16> {  // two in a word: the even ones by a shift, the odd ones by a mask
-  static Lanes first(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) << 16); }
-  static Lanes second(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) & high()); }
-  static Bits high() {
-#if defined(__AVX__) && !defined(__AVX512F__)
-    // Read anew each time: kept in one of sixteen registers, it would push a sum out of the inner loop's.
-    alignas(32) static const uint32_t mask[kLanes] = {~0u << 16, ~0u << 16, ~0u << 16, ~0u << 16,
-                                                      ~0u << 16, ~0u << 16, ~0u << 16, ~0u << 16};
-    return *reinterpret_cast<const volatile Bits*>(mask);
-#else
-    return Bits{} + 0xffff0000u;
-#endif
+struct Format<BFloat16> {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Zeros beneath the lower and the upper four of each half. A shuffle runs beside the multiplications, where a shift would
+  // take the place of one; and written like this, no register holds the zeros or a mask: there are none to spare.
+  struct Sixteen {
+    BFloat16 numbers[16];
+  };
+  static Lanes first(const BFloat16* from) {
+    Lanes wide;
+    asm("vpxor %0, %0, %0\n\tvpunpcklwd %1, %0, %0" : "=&x"(wide) : "m"(*reinterpret_cast<const Sixteen*>(from)));
+    return wide;
   }
+  static Lanes second(const BFloat16* from) {
+    Lanes wide;
+    asm("vpxor %0, %0, %0\n\tvpunpckhwd %1, %0, %0" : "=&x"(wide) : "m"(*reinterpret_cast<const Sixteen*>(from)));
+    return wide;
+  }
+#else  // two in a word: the even ones by a shift, the odd ones by a mask
+  static Lanes first(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) << 16); }
+  static Lanes second(const BFloat16* from) { return (Lanes)(*reinterpret_cast<const Bits*>(from) & (Bits{} + 0xffff0000u)); }
+#endif
 };
 
 template <>
@@ -97,24 +105,33 @@ struct Format<_Float16> {
 };
 #endif
 
-// The sum of all lanes, always in the same order.
-inline float total(Lanes x) {
+// The sum of all lanes of four vectors, always in the same order.
+#ifdef __AVX__
+inline __m256 halved(Lanes x) {
 #if defined(__AVX512F__)
   __m512 y;
   std::memcpy(&y, &x, sizeof y);
-  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
-  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-#elif defined(__AVX__)
-  __m256 h;
-  std::memcpy(&h, &x, sizeof h);
-  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-#endif
-#ifdef __AVX__
-  const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+  return _mm256_add_ps(_mm512_castps512_ps256(y), _mm512_extractf32x8_ps(y, 1));
 #else
-  return (x[0] + x[2]) + (x[1] + x[3]);
+  __m256 y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
 #endif
+}
+inline void totals(Lanes a, Lanes b, Lanes c, Lanes d, float (&to)[4]) {
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+}
+#else
+inline void totals(Lanes a, Lanes b, Lanes c, Lanes d, float (&to)[4]) {
+  int i = 0;
+  for (const Lanes& x : {a, b, c, d}) to[i++] = (x[0] + x[1]) + (x[2] + x[3]);
+}
+#endif
+inline float total(Lanes x) {
+  float all[4];
+  totals(x, x, x, x, all);
+  return all[0];
 }
 
 }  // namespace medusa

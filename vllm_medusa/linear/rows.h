@@ -25,7 +25,7 @@ struct Product {
 };
 
 constexpr int64_t kRowBytes = 192 << 10;    // of widened rows that stay in a core's own cache
-constexpr int64_t kWeightBytes = 96 << 10;  // of weights that stay there while all those rows pass
+constexpr int64_t kWeightBytes = 48 << 10;  // of weights that stay there while all those rows pass
 constexpr int64_t kChunkBytes = 20 << 10;   // of a group's rows that stay in the innermost cache
 constexpr int64_t kFewestRows = 16;         // rows that share a read of the weights, however long they are
 constexpr int kMostRows = kRegisters == 32 ? 8 : 4;
@@ -83,6 +83,64 @@ inline __attribute__((always_inline)) void add(Lanes (&sums)[R][C], const float*
   }
 }
 
+// Weights asked for ahead of their use: in each step, a line of the cache for each column.
+struct Ahead {
+  const char* at;
+  int64_t apart, stride;  // bytes from line to line, and from step to step
+};
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// `count` steps of four rows and three columns of bfloat16. All sixteen registers are in use, and GCC 12 keeps two of the sums
+// in memory instead.
+inline void steps_of_4x3(Lanes (&sums)[4][3], const float* rows, int64_t width, const BFloat16* columns, int64_t size,
+                         int64_t count, Ahead ahead) {
+#define MEDUSA_WIDEN(half, from, to) "vpxor " to "," to "," to "\n\tvpunpck" half "wd " from "," to "," to "\n\t"
+#define MEDUSA_ROW(from, a, b, c)             \
+  "vmovups " from ",%%ymm15\n\t"              \
+  "vfmadd231ps %%ymm15,%%ymm12,%%ymm" a "\n\t" \
+  "vfmadd231ps %%ymm15,%%ymm13,%%ymm" b "\n\t" \
+  "vfmadd231ps %%ymm15,%%ymm14,%%ymm" c "\n\t"
+#define MEDUSA_HALF(half, offset)                                                                                    \
+  MEDUSA_WIDEN(half, "(%[columns])", "%%ymm12")                                                                      \
+  MEDUSA_WIDEN(half, "(%[columns],%[size])", "%%ymm13")                                                              \
+  MEDUSA_WIDEN(half, "(%[columns],%[size],2)", "%%ymm14")                                                            \
+  MEDUSA_ROW(offset "(%[rows])", "0", "1", "2") MEDUSA_ROW(offset "(%[rows],%[width])", "3", "4", "5")               \
+  MEDUSA_ROW(offset "(%[rows],%[width],2)", "6", "7", "8") MEDUSA_ROW(offset "(%[rows],%[thrice])", "9", "10", "11")
+#define MEDUSA_SUMS(move)                                                                                            \
+  move("0", "0") move("1", "32") move("2", "64") move("3", "96") move("4", "128") move("5", "160") move("6", "192") \
+  move("7", "224") move("8", "256") move("9", "288") move("10", "320") move("11", "352")
+#define MEDUSA_LOAD(sum, offset) "vmovups " offset "(%[sums]),%%ymm" sum "\n\t"
+#define MEDUSA_STORE(sum, offset) "vmovups %%ymm" sum "," offset "(%[sums])\n\t"
+  if (count <= 0) return;
+  asm volatile(
+      MEDUSA_SUMS(MEDUSA_LOAD)
+      ".p2align 4\n"
+      "1:\n\t"
+      MEDUSA_HALF("l", "0")
+      MEDUSA_HALF("h", "32")
+      "prefetcht0 (%[ahead])\n\t"
+      "prefetcht0 (%[ahead],%[apart])\n\t"
+      "prefetcht0 (%[ahead],%[apart],2)\n\t"
+      "add %[stride],%[ahead]\n\t"
+      "add $32,%[columns]\n\t"
+      "add $64,%[rows]\n\t"
+      "dec %[count]\n\t"
+      "jnz 1b\n\t"
+      MEDUSA_SUMS(MEDUSA_STORE)
+      : [rows] "+r"(rows), [columns] "+r"(columns), [count] "+r"(count), [ahead] "+r"(ahead.at)
+      : [width] "r"(4 * width), [thrice] "r"(12 * width), [size] "r"(2 * size), [sums] "r"(&sums),
+        [apart] "r"(ahead.apart), [stride] "r"(ahead.stride)
+      : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+        "xmm12", "xmm13", "xmm14", "xmm15");
+#undef MEDUSA_WIDEN
+#undef MEDUSA_ROW
+#undef MEDUSA_HALF
+#undef MEDUSA_SUMS
+#undef MEDUSA_LOAD
+#undef MEDUSA_STORE
+}
+#endif
+
 // `size` numbers as floats, in the order in which the inner loop meets them, filled up to a whole step.
 template <class T>
 inline void widen_row(const T* from, int64_t size, float* to) {
@@ -137,6 +195,14 @@ class Columns {
       }
   }
 
+  // What a group of rows asks for while it multiplies: nothing; the columns that it meets next; or, where more groups share
+  // what is in the cache, its part of the columns that all of them meet next.
+  struct Fetch {
+    enum { nothing, next, part } what = nothing;
+    const T* from = nullptr;        // `part`: the first number that lies ahead
+    int64_t parts = 1, number = 0;  // `part`: of how many, and which one
+  };
+
   // C columns at a time: as many as stay in the cache, and in turns all groups of rows over them.
   template <int C>
   void together(const float* rows, int64_t done, int64_t count, int64_t first, int64_t last) const {
@@ -144,12 +210,18 @@ class Columns {
     const int64_t groups = (count + kMostRows - 1) / kMostRows;
     for (int64_t from = first; from < last; from += fitting) {
       const int64_t to = std::min(from + fitting, last);
+      const int64_t cold = groups == 1 || from == first ? 1 : 0;  // groups that come before anything was asked for
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t r = count * group / groups;
+        Fetch fetch;
+        if (group < cold)
+          fetch.what = Fetch::next;
+        else if (to < last)
+          fetch = {Fetch::part, weights_ + to * size_, groups - cold, group - cold};
         group_of(count * (group + 1) / groups - r, [&](auto size) {
           constexpr int R = decltype(size)::value;
           if constexpr (C <= columns_of(R))  // a lone group has columns_of(R), groups of many the fewest
-            some<R, C>(rows + r * width_, done + r, from, to, group == 0);
+            some<R, C>(rows + r * width_, done + r, from, to, fetch);
         });
       }
     }
@@ -157,7 +229,7 @@ class Columns {
 
   // One group of R rows with the columns from `from` to `to`.
   template <int R, int C>
-  void some(const float* rows, int64_t row, int64_t from, int64_t to, bool fetch) const {
+  void some(const float* rows, int64_t row, int64_t from, int64_t to, Fetch fetch) const {
     const int64_t chunks = (R * width_ * 4 + kChunkBytes - 1) / kChunkBytes;
     const int64_t chunk = up((width_ + chunks - 1) / chunks, kStep);
     static thread_local Room room;
@@ -166,31 +238,45 @@ class Columns {
       const int64_t end = std::min(k + chunk, width_);
       int64_t column = from;
       Lanes* sums = kept;
-      for (; column + C <= to; column += C, sums += R * C) tile<R, C>(rows, row, column, k, end, sums, fetch);
-      for (; column < to; ++column, sums += R) tile<R, 1>(rows, row, column, k, end, sums, false);
+      Ahead there = ahead<C>(fetch, from, k);
+      for (; column + C <= to; column += C, sums += R * C, there.at += C * size_ * int64_t(sizeof(T)))
+        tile<R, C>(rows, row, column, k, end, sums, there);
+      for (; column < to; ++column, sums += R) tile<R, 1>(rows, row, column, k, end, sums, ahead<1>({}, column, k));
     }
   }
 
-  // R rows and C columns, numbers `k` to `end` of each; what they add up to is kept in between. `fetch`: the weights
-  // come from memory, so the next ones are asked for meanwhile.
+  // What the first C of the columns from `from` on ask for; the next C ask for what lies behind it.
+  template <int C>
+  Ahead ahead(const Fetch& fetch, int64_t from, int64_t k) const {
+    constexpr int64_t step = kStep * sizeof(T);
+    const auto place = [](const T* at) { return reinterpret_cast<const char*>(at); };
+    if (fetch.what == Fetch::part)
+      return {place(fetch.from + C * (fetch.number * size_ + k) / fetch.parts), step / fetch.parts, C * step / fetch.parts};
+    const T* const at = weights_ + from * size_ + k;
+    if (fetch.what == Fetch::next) return {place(at + C * size_), size_ * int64_t(sizeof(T)), step};
+    return {place(at), 0, 0};
+  }
+
+  // R rows and C columns, numbers `k` to `end` of each; what they add up to is kept in between.
   template <int R, int C>
-  void tile(const float* rows, int64_t row, int64_t column, int64_t k, int64_t end, Lanes* kept, bool fetch) const {
+  void tile(const float* rows, int64_t row, int64_t column, int64_t k, int64_t end, Lanes* kept, Ahead ahead) const {
     Lanes sums[R][C];
     each<R, C>([&](int r, int c) __attribute__((always_inline)) { sums[r][c] = k > 0 ? kept[r * C + c] : Lanes{}; });
     const int64_t width = width_, size = size_, stop = std::min(end, whole_);
     const T* const at = weights_ + column * size;
-    if (fetch) {
-      for (int64_t i = k; i < stop; i += kStep) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (R == 4 && C == 3 && std::is_same_v<T, BFloat16>)
+      steps_of_4x3(sums, rows + k, width, at + k, size, (stop - k) / kStep, ahead);
+    else
+#endif
+      for (int64_t i = k; i < stop; i += kStep, ahead.at += ahead.stride) {
 #pragma GCC unroll 8
-        for (int c = C; c < 2 * C; ++c) {
-          __builtin_prefetch(at + c * size + i, 0, 3);
-          if (kStep * sizeof(T) > 64) __builtin_prefetch(at + c * size + i + kLanes, 0, 3);
+        for (int c = 0; c < C; ++c) {
+          __builtin_prefetch(ahead.at + c * ahead.apart, 0, 3);
+          if (kStep * sizeof(T) > 64) __builtin_prefetch(ahead.at + c * ahead.apart + 64, 0, 3);
         }
         add<R, C, T>(sums, rows + i, width, at + i, size);
       }
-    } else {
-      for (int64_t i = k; i < stop; i += kStep) add<R, C, T>(sums, rows + i, width, at + i, size);
-    }
     if (stop < end) {
       T rests[C * kStep] = {};
       for (int c = 0; c < C; ++c) std::memcpy(rests + c * kStep, at + c * size + whole_, (size - whole_) * sizeof(T));
@@ -199,7 +285,24 @@ class Columns {
     if (end < width_)
       each<R, C>([&](int r, int c) __attribute__((always_inline)) { kept[r * C + c] = sums[r][c]; });
     else
+      finish(row, column, sums);
+  }
+
+  template <int R, int C>
+  inline __attribute__((always_inline)) void finish(int64_t row, int64_t column, const Lanes (&sums)[R][C]) const {
+    if constexpr (R % 4 == 0) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r += 4)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          float x[4];
+          totals(sums[r][c], sums[r + 1][c], sums[r + 2][c], sums[r + 3][c], x);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) give_(row + r + i, column + c, x[i]);
+        }
+    } else {
       each<R, C>([&](int r, int c) __attribute__((always_inline)) { give_(row + r, column + c, total(sums[r][c])); });
+    }
   }
 };
 
