@@ -164,9 +164,11 @@ class MedusaModelRunnerV1(GPUModelRunner):
             batch.num_tokens_no_spec[: batch.num_reqs],
         )
         if trees.is_tree.any():
-            rows = torch.from_numpy(trees.token_rows(trees.is_tree))
-            position = (trees.context[:, None] + trees.depths)[trees.on_row & trees.is_tree[:, None]]
-            self.positions[rows.to(self.device)] = torch.from_numpy(position).to(self.device)
+            rows = torch.from_numpy(trees.token_rows(trees.is_tree)).to(self.device)
+            shift = torch.from_numpy(trees.shift[trees.on_row & trees.is_tree[:, None]]).to(self.device)
+            self.positions[rows] += shift
+            if self.uses_mrope:  # three positions, which are equal behind a prompt
+                self.mrope_positions.gpu[:, rows] += shift.to(self.mrope_positions.gpu.dtype)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,6 +67,14 @@ def with_trees(host: Any) -> Any:
             self.trees.lay(input_batch)
             self.batch = input_batch
 
+        def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
+            """Positions of several dimensions (M-RoPE), which are equal behind a prompt: a node's are its depth too."""
+            inputs = super().prepare_inputs(input_batch, req_states)
+            step, rope = self.trees.step, getattr(self, "rope_state", None)
+            if rope is not None and step is not None and step.batch is input_batch:
+                rope.positions[:, step.rows] += step.shift
+            return inputs
+
         def prepare_attn(
             self,
             input_batch: Any,
