@@ -19,7 +19,8 @@ from recompute import CachedBlocks
 from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, Ask, Schedule, draw
 from script import Script
 from talking import Talking
-from tiny_models import MODELS, save
+from tiny_models import MODELS, MORE, save
+from tiny_targets import make_expert_group
 
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.host.commit import TreeKeyValues
@@ -51,6 +52,7 @@ class World:
         self.name, self.model, self.heads = name, model, heads
         self.whole_cache = whole_cache
         self.options = {**OPTIONS, "skip_tokenizer_init": name != "speaker"}
+        make_expert_group()
         # Seeded prompts must not be computed in pieces: plain vLLM on a CPU breaks on that.
         self.plain = start(model, **{**self.options, **PLAIN})
         self.totals = Totals()
@@ -521,10 +523,14 @@ def _params(ask: Ask, tokens: int) -> Any:
     return SamplingParams(max_tokens=tokens, min_tokens=least, **fields)
 
 
-def start_worlds(folder: Path, names: Sequence[str] = MODELS) -> dict[str, World]:
-    """A world for each model, which are saved in `folder`; MEDUSA_LONG=1: every cached block is recomputed."""
-    whole_cache = bool(os.environ.get("MEDUSA_LONG"))
-    return {name: World(name, *save(name, folder), whole_cache=whole_cache) for name in names}
+def start_worlds(folder: Path, names: Sequence[str] = ()) -> dict[str, World]:
+    """A world for each model, which are saved in `folder`; without `names` for all that a run takes.
+
+    MEDUSA_LONG=1: more kinds of models, and every cached block is recomputed.
+    """
+    is_long = bool(os.environ.get("MEDUSA_LONG"))
+    names = names or (*MODELS, *(MORE if is_long else ()))
+    return {name: World(name, *save(name, folder), whole_cache=is_long) for name in names}
 
 
 def drawn(worlds: dict[str, World], seeds: Sequence[int]) -> list[Schedule]:
@@ -536,10 +542,10 @@ def drawn(worlds: dict[str, World], seeds: Sequence[int]) -> list[Schedule]:
         return [EOS]
 
     for seed in seeds:
-        draw(seed, MODELS, note)
+        draw(seed, list(worlds), note)
     for name, world in worlds.items():
         world.ask_plain(wanted[name])
-    schedules = [draw(seed, MODELS, lambda model, ask: worlds[model].answer(ask)) for seed in seeds]
+    schedules = [draw(seed, list(worlds), lambda model, ask: worlds[model].answer(ask)) for seed in seeds]
     for name, world in worlds.items():
         world.ask_plain([ask for schedule in schedules if schedule.model == name for ask in schedule.asks])
     return schedules

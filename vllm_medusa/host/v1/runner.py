@@ -167,8 +167,18 @@ class MedusaModelRunnerV1(GPUModelRunner):
             rows = torch.from_numpy(trees.token_rows(trees.is_tree)).to(self.device)
             shift = torch.from_numpy(trees.shift[trees.on_row & trees.is_tree[:, None]]).to(self.device)
             self.positions[rows] += shift
-            if self.uses_mrope:  # three positions, which are equal behind a prompt
-                self.mrope_positions.gpu[:, rows] += shift.to(self.mrope_positions.gpu.dtype)
+            self._shift = rows, shift
+        return prepared
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Positions of several dimensions (M-RoPE), which are equal behind a prompt: a node's are its depth too.
+
+        The model gets the buffer that is shifted here. The host may have filled it once more (pruned videos).
+        """
+        prepared = super()._preprocess(*args, **kwargs)
+        if self.uses_mrope and self.trees is not None and self.trees.is_tree.any():
+            rows, shift = self._shift
+            self.mrope_positions.gpu[:, rows] += shift
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,42 @@
+"""What tests of pictures run in the interpreter's process: the same asked of plain vLLM and of trees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from device_engines import DeviceOracle, Steps, any_tree, drafting, engine
+from picture_targets import OPTIONS, architecture, asked, requests
+from tiny_targets import inspected_here
+
+Told = list[tuple[tuple[int, ...], list[int]]]
+
+
+def compare(model: Path, heads: Path) -> tuple[Told, Told, float]:
+    """What trees answer, what plain vLLM does, and mean tokens a request and step.
+
+    Three requests at once: the others' prompts are computed beside trees.
+    """
+    from vllm import SamplingParams
+
+    shared: dict[str, Any] = {**OPTIONS, "attention": "TRITON_ATTN", "max_num_seqs": 3}
+    params = [SamplingParams(max_tokens=8 + 3 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(5)]
+    with inspected_here(architecture(model)):
+        told = asked(engine(model, **shared), requests(), params)
+        trees = engine(model, heads, is_async=True, **shared)
+    vocab = trees.llm.llm_engine.model_config.get_vocab_size()
+    texts = [[*prompt, *answer] for prompt, answer in told]
+    with Steps(trees) as steps, drafting(DeviceOracle(trees, texts, any_tree, vocab)):
+        said = asked(trees, requests(), params)
+    return said, told, steps.length
+
+
+def both_ways(pair: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
+    """The same model, said to be one whose image tokens see each other both ways."""
+    model = folder / "both-ways"
+    shutil.copytree(pair[0], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "is_mm_prefix_lm": True}))
+    return model, pair[1]
