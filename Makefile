@@ -80,7 +80,7 @@ test-fast: $(STAMP)
 
 test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py \
-	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py $(ARGS)
+	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py tests/host/test_pictures.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_two_engines.py tests/training/test_kinds_trained.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/faults tests/test_doctor.py tests/host/test_plugin_life.py $(ARGS)

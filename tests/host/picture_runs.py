@@ -11,30 +11,29 @@ from device_engines import DeviceOracle, Steps, any_tree, drafting, engine
 from picture_targets import OPTIONS, architecture, asked, requests
 from tiny_targets import inspected_here
 
-Told = list[tuple[tuple[int, ...], list[int]]]
 
+def compare_pictures(model: Path, heads: Path) -> dict[str, Any]:
+    """What trees say, what plain vLLM does (told), and mean tokens a request and step (length).
 
-def compare(model: Path, heads: Path) -> tuple[Told, Told, float]:
-    """What trees answer, what plain vLLM does, and mean tokens a request and step.
-
-    Three requests at once: the others' prompts are computed beside trees.
+    Two requests at once: the third's prompt, with a picture, is computed beside trees.
     """
     from vllm import SamplingParams
 
-    shared: dict[str, Any] = {**OPTIONS, "attention": "TRITON_ATTN", "max_num_seqs": 3}
-    params = [SamplingParams(max_tokens=8 + 3 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(5)]
+    shared: dict[str, Any] = {**OPTIONS, "attention": "TRITON_ATTN", "max_num_seqs": 2}
+    prompts = requests()[:3]
+    params = [SamplingParams(max_tokens=6 + 6 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(3)]
     with inspected_here(architecture(model)):
-        told = asked(engine(model, **shared), requests(), params)
+        told = asked(engine(model, **shared), prompts, params)
         trees = engine(model, heads, is_async=True, **shared)
     vocab = trees.llm.llm_engine.model_config.get_vocab_size()
     texts = [[*prompt, *answer] for prompt, answer in told]
     with Steps(trees) as steps, drafting(DeviceOracle(trees, texts, any_tree, vocab)):
-        said = asked(trees, requests(), params)
-    return said, told, steps.length
+        said = asked(trees, prompts, params)
+    return {"told": told, "said": said, "length": steps.length}
 
 
-def both_ways(pair: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
-    """The same model, said to be one whose image tokens see each other both ways."""
+def seeing_both_ways(pair: tuple[Path, Path], folder: Path) -> tuple[Path, Path]:
+    """The same model, said in `folder` to be one whose image tokens see each other both ways."""
     model = folder / "both-ways"
     shutil.copytree(pair[0], model)
     config = json.loads((model / "config.json").read_text())

@@ -1,15 +1,15 @@
-"""Prompts with pictures, mixed with text: plain vLLM's tokens on both model runners, with real processors."""
+"""Prompts with pictures, mixed with text: plain vLLM's tokens, with real processors. V2: `test_kinds_of_targets.py`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import picture_runs
+import numpy as np
 import pytest
-from engines import MAX_LEN, Oracle, random_tree, start
-from interpreter import interpreted
+from engines import MAX_LEN, Oracle, random_prompts, random_tree, start
 from picture_targets import OPTIONS, SAVE, architecture, asked, requests, save_picture_target
 from tiny_targets import inspected_here
 
@@ -52,24 +52,20 @@ def test_pictures_between_texts(target: Any, kind: str) -> None:
     assert trees.runner.medusa_report()["mean_accepted_length"] > 2
 
 
-@pytest.fixture(scope="module")
-def child() -> Any:
-    """A process on Model Runner V2."""
-    with interpreted() as child:
-        yield child
+@pytest.mark.skipif(not os.environ.get("MEDUSA_LONG"), reason="texts between pictures are above")
+def test_its_text_alone(target: Any) -> None:
+    """With vLLM's `language_model_only`."""
+    from vllm import SamplingParams
 
-
-@pytest.mark.parametrize("kind", SAVE)
-def test_on_model_runner_v2(child: Any, target: Any, kind: str) -> None:
-    """The same with our Triton kernels."""
-    said, told, length = child.submit(picture_runs.compare, *target(kind)).result(timeout=300)
-    assert said == told and length > 1.4
-
-
-def test_image_tokens_that_see_each_other(child: Any, target: Any, tmp_path: Path) -> None:
-    """Both ways, in prompts alone, beside trees in the same step: vLLM gets the ranges of what is left to it."""
-    model, heads = picture_runs.both_ways(target("idefics3"), tmp_path)
-    said, told, length = child.submit(picture_runs.compare, model, heads).result(timeout=300)
-    assert said == told and length > 1.4
-    one_way = child.submit(picture_runs.compare, *target("idefics3")).result(timeout=300)[1]
-    assert told != one_way, "it matters who sees whom"
+    model, heads = target("idefics3")
+    options = {"max_model_len": MAX_LEN, "block_size": 32, "language_model_only": True}
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=i % 2, seed=i) for i in range(4)]
+    prompts = random_prompts(np.random.default_rng(3), [3, 8, 21, 33])
+    with inspected_here(architecture(model)):
+        truth = start(model, **options).tokens(prompts, params)
+        trees = start(model, heads, medusa={"num_speculative_tokens": 12, "adaptive": False}, **options)
+    by_prompt = {tuple(prompt): answer for prompt, answer in zip(prompts, truth, strict=True)}
+    vocab = trees.llm.llm_engine.model_config.get_vocab_size()
+    trees.runner._draft = Oracle(trees, by_prompt, lambda rng: random_tree(rng, 12), vocab=vocab)
+    assert trees.tokens(prompts, params) == truth
+    assert trees.runner.medusa_report()["mean_accepted_length"] > 2
