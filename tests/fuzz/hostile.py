@@ -19,8 +19,9 @@ from recompute import CachedBlocks
 from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, Ask, Schedule, draw
 from script import Script
 from talking import Talking
-from tiny_models import MODELS, MORE, save
+from tiny_models import LOSE_WEIGHTS, MODELS, MORE, save
 from tiny_targets import make_expert_group
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.host.commit import TreeKeyValues
@@ -76,7 +77,8 @@ class World:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.layers = list(self.trees.runner.compilation_config.static_forward_context.values())
+        layers = self.trees.runner.compilation_config.static_forward_context.values()
+        self.layers = [layer for layer in layers if isinstance(layer, Attention)]  # experts are among them
         self.cached = CachedBlocks(self.model, self.trees.runner, self.pool)
         self.groups = len(self.trees.runner.kv_cache_config.kv_cache_groups)
         self.unpadded = self.scheduler.dynamic_sd_lookup  # as our scheduler has it
@@ -244,6 +246,8 @@ class World:
 
     def _reload(self) -> None:
         """What an operator does whose weights are the same: they are loaded again while requests run."""
+        if self.name in LOSE_WEIGHTS:
+            return
         self.trees.llm.collective_rpc("reload_weights")
         self.totals.reloads += 1
 

@@ -14,6 +14,7 @@ MODELS = ("llama", "gemma", "speaker")
 # `make test-long` takes these too. All of their experts answer for each token: two that score the same but for rounding
 # would be chosen in another order by another kernel, and nobody would be wrong.
 MORE = ("mixtral", "gpt_oss", "qwen3_moe")
+LOSE_WEIGHTS = ("mixtral", "qwen3_moe")  # plain vLLM 0.32 on a CPU says something else after `reload_weights`
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
 SIZES: dict[str, Any] = {
     "head_dim": 32,
