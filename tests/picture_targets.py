@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_llama import save_random_heads, small_tokenizer
 from tiny_targets import SIZES
 
@@ -69,7 +71,78 @@ def save_paddleocr_vl(folder: Path) -> None:
     PaddleOCRVLForConditionalGeneration(config).save_pretrained(folder)
 
 
-SAVE = {"idefics3": save_idefics3, "paddleocr_vl": save_paddleocr_vl}
+def save_qwen3_vl(folder: Path) -> None:
+    """A model with interleaved M-RoPE, whose pictures reach the first layers too; vLLM needs torchvision for it."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    named = {
+        "image_token": IMAGE, "video_token": "<video>", "vision_start_token": "<vision>",
+        "vision_end_token": "</vision>",
+    }  # fmt: skip
+    tokenizer = small_tokenizer(WORDS, 320, special=tuple(named.values()), named=named)
+    patch = VISION["patch_size"]
+    sizes = {"shortest_edge": 4 * patch * patch, "longest_edge": (6 * patch) ** 2}
+    pixels = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=sizes)
+    Qwen3VLProcessor(pixels, tokenizer, Qwen3VLVideoProcessor(patch_size=patch)).save_pretrained(folder)
+    ends, ids = (
+        _ends(tokenizer),
+        {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()},
+    )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    config = Qwen3VLConfig(
+        text_config={**SIZES, **ends, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "patch_size": patch, "depth": 2,
+            "out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            "initializer_range": 0.35,
+        },
+        tie_word_embeddings=False, dtype="float32", **ends, **ids,
+    )  # fmt: skip
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+
+
+def save_gemma3(folder: Path) -> None:
+    """A model whose image tokens see each other both ways, one layer with a window; vLLM needs torchvision for it."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    named = {"boi_token": IMAGE, "image_token": "<soft>", "eoi_token": "</image>"}
+    ends_of_lines = tuple("\n" * count for count in range(1, 5))  # tokens by which vLLM finds pictures
+    tokenizer = small_tokenizer(WORDS, 320, special=(*named.values(), *ends_of_lines), named=named)
+    pixels = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Gemma3Processor(pixels, tokenizer, image_seq_length=4).save_pretrained(folder)
+    ends = _ends(tokenizer)
+    ids = {f"{name}_index": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    config = Gemma3Config(
+        text_config={**SIZES, **ends, **windows, "vocab_size": len(tokenizer), "query_pre_attn_scalar": 32},
+        vision_config={**VISION, "num_hidden_layers": 2, "image_size": SIDE, "vision_use_head": False},
+        mm_tokens_per_image=4, initializer_range=0.35, tie_word_embeddings=False, dtype="float32", **ends, **ids,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # zero from the start
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")  # as the checkpoints that people have name them
+    named_so = {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()}
+    save_file(named_so, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _lacks_torchvision() -> str:
+    """Why what needs torchvision cannot run here, in its own words; empty: it can."""
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:  # noqa: BLE001 (it fails in many ways when built for another torch)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+SAVE = {"idefics3": save_idefics3, "paddleocr_vl": save_paddleocr_vl, "qwen3_vl": save_qwen3_vl, "gemma3": save_gemma3}
+LACKS = dict.fromkeys(("qwen3_vl", "gemma3"), _lacks_torchvision())
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.skipif(bool(LACKS.get(kind)), reason=LACKS.get(kind, ""))) for kind in SAVE
+]
 
 
 def save_picture_target(kind: str, folder: Path) -> tuple[Path, Path]:

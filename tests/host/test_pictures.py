@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import MAX_LEN, Oracle, random_prompts, random_tree, start
-from picture_targets import OPTIONS, SAVE, architecture, asked, requests, save_picture_target
+from picture_targets import KINDS, OPTIONS, architecture, asked, requests, save_picture_target
 from tiny_targets import inspected_here
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return get
 
 
-@pytest.mark.parametrize("kind", SAVE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_pictures_between_texts(target: Any, kind: str) -> None:
     """Greedy and seeded, one with two pictures, with the prefix cache; prompts in pieces beside trees."""
     from vllm import SamplingParams
@@ -41,7 +41,7 @@ def test_pictures_between_texts(target: Any, kind: str) -> None:
         plain = start(model, **options)
         told = asked(plain, requests(), params)
         trees = start(model, heads, medusa={"num_speculative_tokens": 12, "adaptive": False}, **options)
-    assert plain.runner.uses_mrope == (kind == "paddleocr_vl")
+    assert plain.runner.uses_mrope == (kind in ("paddleocr_vl", "qwen3_vl"))
     assert asked(plain, requests(blank=True), params)[0][1] != told[0][1], "what is in a picture matters"
     assert asked(trees, requests(), params) == told
     vocab = trees.llm.llm_engine.model_config.get_vocab_size()
