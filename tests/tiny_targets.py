@@ -34,13 +34,13 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32
 def _mixtral(sizes: dict[str, Any]) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+    return MixtralForCausalLM(MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes}))
 
 
 def _qwen3_moe(sizes: dict[str, Any]) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=8))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**EXPERTS, "num_experts": 8, **sizes}))
 
 
 def _gpt_oss(sizes: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def _gpt_oss(sizes: dict[str, Any]) -> Any:
 
     kinds = ["sliding_attention", "full_attention"]
     config = GptOssConfig(
-        **sizes, layer_types=kinds, sliding_window=24, num_local_experts=4, num_experts_per_tok=2,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes}, layer_types=kinds, sliding_window=24,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": sizes["max_position_embeddings"] // 2,

@@ -82,25 +82,11 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "an encoder and a decoder",
     ),
-    "M-RoPE": (
-        {
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        },
-        "multi-dimensional rotary positions (M-RoPE)",
-    ),
+    "windows that leave prompts in sight": ({"rswa_window": 32}, "windows that leave prompts in sight (R-SWA)"),
     "chunked attention": ({"attention_chunk_size": 32}, "attention in chunks"),
     "ALiBi": (
         {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_head": 1, "n_layer": 1},
         "attention by distance (ALiBi)",
-    ),
-    "image tokens that see each other": (
-        {
-            "model_type": "idefics3", "architectures": ["Idefics3ForConditionalGeneration"], "image_token_id": 49,
-            "is_mm_prefix_lm": True, "text_config": {**LLAMA, "dtype": "float32"},
-            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "image_size": 32},
-        },
-        "language_model_only=False: of a model whose image tokens",
     ),
     "a KV cache of 4 bits, by the checkpoint": (
         {

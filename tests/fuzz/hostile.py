@@ -19,7 +19,9 @@ from recompute import CachedBlocks
 from schedules import BLOCK, EOS, LONGEST_ANSWER, MAX_LEN, MAX_NODES, Ask, Schedule, draw
 from script import Script
 from talking import Talking
-from tiny_models import MODELS, save
+from tiny_models import LOSE_WEIGHTS, MODELS, MORE, save
+from tiny_targets import make_expert_group
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.host.commit import TreeKeyValues
@@ -51,6 +53,7 @@ class World:
         self.name, self.model, self.heads = name, model, heads
         self.whole_cache = whole_cache
         self.options = {**OPTIONS, "skip_tokenizer_init": name != "speaker"}
+        make_expert_group()
         # Seeded prompts must not be computed in pieces: plain vLLM on a CPU breaks on that.
         self.plain = start(model, **{**self.options, **PLAIN})
         self.totals = Totals()
@@ -74,7 +77,8 @@ class World:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.layers = list(self.trees.runner.compilation_config.static_forward_context.values())
+        layers = self.trees.runner.compilation_config.static_forward_context.values()
+        self.layers = [layer for layer in layers if isinstance(layer, Attention)]  # experts are among them
         self.cached = CachedBlocks(self.model, self.trees.runner, self.pool)
         self.groups = len(self.trees.runner.kv_cache_config.kv_cache_groups)
         self.unpadded = self.scheduler.dynamic_sd_lookup  # as our scheduler has it
@@ -242,6 +246,8 @@ class World:
 
     def _reload(self) -> None:
         """What an operator does whose weights are the same: they are loaded again while requests run."""
+        if self.name in LOSE_WEIGHTS:
+            return
         self.trees.llm.collective_rpc("reload_weights")
         self.totals.reloads += 1
 
@@ -521,10 +527,14 @@ def _params(ask: Ask, tokens: int) -> Any:
     return SamplingParams(max_tokens=tokens, min_tokens=least, **fields)
 
 
-def start_worlds(folder: Path, names: Sequence[str] = MODELS) -> dict[str, World]:
-    """A world for each model, which are saved in `folder`; MEDUSA_LONG=1: every cached block is recomputed."""
-    whole_cache = bool(os.environ.get("MEDUSA_LONG"))
-    return {name: World(name, *save(name, folder), whole_cache=whole_cache) for name in names}
+def start_worlds(folder: Path, names: Sequence[str] = ()) -> dict[str, World]:
+    """A world for each model, which are saved in `folder`; without `names` for all that a run takes.
+
+    MEDUSA_LONG=1: more kinds of models, and every cached block is recomputed.
+    """
+    is_long = bool(os.environ.get("MEDUSA_LONG"))
+    names = names or (*MODELS, *(MORE if is_long else ()))
+    return {name: World(name, *save(name, folder), whole_cache=is_long) for name in names}
 
 
 def drawn(worlds: dict[str, World], seeds: Sequence[int]) -> list[Schedule]:
@@ -536,10 +546,10 @@ def drawn(worlds: dict[str, World], seeds: Sequence[int]) -> list[Schedule]:
         return [EOS]
 
     for seed in seeds:
-        draw(seed, MODELS, note)
+        draw(seed, list(worlds), note)
     for name, world in worlds.items():
         world.ask_plain(wanted[name])
-    schedules = [draw(seed, MODELS, lambda model, ask: worlds[model].answer(ask)) for seed in seeds]
+    schedules = [draw(seed, list(worlds), lambda model, ask: worlds[model].answer(ask)) for seed in seeds]
     for name, world in worlds.items():
         world.ask_plain([ask for schedule in schedules if schedule.model == name for ask in schedule.asks])
     return schedules

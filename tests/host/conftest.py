@@ -150,13 +150,16 @@ def drafting() -> Iterator[Callable[[Oracle], Oracle]]:
 
 @pytest.fixture(scope="module")
 def ask(tiny_model: Path, tiny_heads: Path) -> Iterator[Callable[..., Any]]:
-    """Run a function of `device_runs` on the tiny model in a child on Model Runner V2."""
+    """Run a function, by name if of `device_runs`, on the tiny model in a child on Model Runner V2."""
     import device_runs
     from interpreter import interpreted
 
     with interpreted() as child:
 
-        def run(name: str, *args: Any, pair: Any = (tiny_model, tiny_heads), **options: Any) -> Any:
-            return child.submit(getattr(device_runs, name), *pair, *args, **options).result(timeout=300)
+        def run(
+            asked: str | Callable[..., Any], *args: Any, pair: Any = (tiny_model, tiny_heads), **options: Any
+        ) -> Any:
+            call = getattr(device_runs, asked) if isinstance(asked, str) else asked
+            return child.submit(call, *pair, *args, **options).result(timeout=300)
 
         yield run

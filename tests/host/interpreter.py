@@ -82,7 +82,7 @@ def _replace_kernels() -> None:
 
 
 def _attend_more_quickly() -> None:
-    """The host's paged attention, unless a test wants its kernel."""
+    """The host's paged attention, unless a test wants its kernel, or tokens of a prompt's pictures see each other."""
     import torch
     from vllm.v1.attention.backends import triton_attn
 
@@ -95,7 +95,8 @@ def _attend_more_quickly() -> None:
         return as_bytes[places].view(cache.dtype).float()
 
     def unified_attention(**given: Any) -> None:
-        if HOSTS_KERNEL:
+        ranges = given["mm_prefix_range"]
+        if HOSTS_KERNEL or (given["max_seqlen_q"] > 1 and ranges is not None and bool(ranges.any())):
             kernel(**given)
             return
         bounds, block = given["cu_seqlens_q"].tolist(), given["k"].shape[1]

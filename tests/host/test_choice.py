@@ -25,10 +25,22 @@ def test_the_variable_is_obeyed_else_the_platform(asked: bool | None, on_cpu: bo
 
 
 def test_v1_draws_candidates_on_a_cpu_only() -> None:
-    refuse_on_v1({"draft_sample_method": "probabilistic"}, on_cpu=True)
-    refuse_on_v1({"draft_sample_method": "greedy"}, on_cpu=False)
+    text = SimpleNamespace(is_mm_prefix_lm=False)
+    refuse_on_v1({"draft_sample_method": "probabilistic"}, text, on_cpu=True)
+    refuse_on_v1({"draft_sample_method": "greedy"}, text, on_cpu=False)
     with pytest.raises(MedusaError, match=r"draft_sample_method='probabilistic'.*on a CPU only"):
-        refuse_on_v1({"draft_sample_method": "probabilistic"}, on_cpu=False)
+        refuse_on_v1({"draft_sample_method": "probabilistic"}, text, on_cpu=False)
+
+
+def test_v1_on_a_gpu_cuts_steps_without_ranges_of_pictures() -> None:
+    def model(text_alone: bool) -> Any:
+        asked = SimpleNamespace(language_model_only=text_alone)
+        return SimpleNamespace(is_mm_prefix_lm=True, is_multimodal_model=True, multimodal_config=asked)
+
+    refuse_on_v1({}, model(False), on_cpu=True)
+    refuse_on_v1({}, model(True), on_cpu=False)
+    with pytest.raises(MedusaError, match=r"language_model_only=False: image tokens .* need Model Runner V2"):
+        refuse_on_v1({}, model(False), on_cpu=False)
 
 
 @pytest.mark.parametrize(

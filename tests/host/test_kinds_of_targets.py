@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 import torch
 from device_runs import greedy, seeded
 from engines import MAX_LEN, Engine, Oracle, random_prompts, random_tree, start
+from picture_runs import compare_pictures, seeing_both_ways
+from picture_targets import KINDS as KINDS_WITH_PICTURES
+from picture_targets import save_picture_target
 from tiny_targets import add_cache_scales, inspected_here, make_expert_group, save_target
 
 from vllm_medusa.kept import Kept
@@ -81,6 +85,36 @@ def test_on_model_runner_v2(ask: Callable[..., Any], target: Any, kind: str, att
     params = [*greedy(2, 14), *seeded(1, 8)]
     run = ask("compare", [9, 33, 60], params, pair=pair, is_async=True, attention=attention)
     assert run["differences"] == [] and run["length"] > 1.4
+
+
+# All of them in `make test-long`, as far as vLLM can import them here.
+PICTURES: list[Any] = ["paddleocr_vl", "idefics3 both ways"]
+if os.environ.get("MEDUSA_LONG"):
+    PICTURES += [kind for kind in KINDS_WITH_PICTURES if kind.values[0] not in PICTURES]
+
+
+@pytest.fixture(scope="module")
+def takes_pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Folders of a kind of PICTURES and of heads for it."""
+
+    @cache
+    def get(kind: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("pictures")
+        if kind == "idefics3 both ways":
+            return seeing_both_ways(get("idefics3"), folder)
+        return save_picture_target(kind, folder)
+
+    return get
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_pictures_on_model_runner_v2(ask: Callable[..., Any], takes_pictures: Any, kind: str) -> None:
+    """M-RoPE; image tokens that see each other both ways, in prompts that vLLM computes beside trees."""
+    run = ask(compare_pictures, pair=takes_pictures(kind))
+    assert run["said"] == run["told"] and run["length"] > 1.4
+    if kind == "idefics3":
+        both_ways = ask(compare_pictures, pair=takes_pictures("idefics3 both ways"))
+        assert run["told"] != both_ways["told"], "it matters who sees whom"
 
 
 FLOAT8_CASES = {"fp8": {"kv_cache_dtype": "fp8"}, "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"}, "scales": {}}

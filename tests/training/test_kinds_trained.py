@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from picture_targets import KINDS, SAVE
 from tiny_llama import small_tokenizer
 from tiny_targets import save_model
 
@@ -21,8 +22,10 @@ from vllm_medusa.training.hidden import HiddenRows
 LONG = pytest.mark.skipif(not os.environ.get("MEDUSA_LONG"), reason="an engine in a process of its own, for each kind")
 pytestmark = [pytest.mark.slow, LONG]
 
+WITH_PICTURES = [kind for kind in KINDS if kind.values[0] in ("paddleocr_vl", "qwen3_vl")]  # M-RoPE
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", *WITH_PICTURES])
 def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None:
     """Rows are those whose product with the unembedding chose the tokens; the first head learns what comes next."""
     model, out, prompts = tmp_path / "model", tmp_path / "heads", tmp_path / "prompts.jsonl"
@@ -53,6 +56,9 @@ def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None
 
 
 def _save(kind: str, folder: Path) -> None:
+    if kind in SAVE:
+        SAVE[kind](folder)
+        return
     tokenizer = small_tokenizer("red green blue and red and blue, 12 345 6789 {} ", 300)
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}

@@ -90,8 +90,19 @@ def refuse_on_v2(args: Any) -> None:
             raise MedusaError.of(key, value, f"not served with Medusa trees on Model Runner V2; leave it at {usual!r}")
 
 
-def refuse_on_v1(given: Mapping[str, Any], *, on_cpu: bool) -> None:
-    """One error, by the name of the key, for what Model Runner V1 cannot serve with trees."""
-    if given.get("draft_sample_method") == "probabilistic" and not on_cpu:
+def refuse_on_v1(given: Mapping[str, Any], model: Any, *, on_cpu: bool) -> None:
+    """One error, by the name of the key, for what Model Runner V1 cannot serve with trees.
+
+    Args:
+        given: the user's speculative config.
+        model: the host's config of the target.
+        on_cpu: the host's platform is a CPU.
+    """
+    if on_cpu:
+        return
+    if given.get("draft_sample_method") == "probabilistic":
         fix = f"Model Runner V1 draws candidates on a CPU only; choose 'greedy', or leave {VARIABLE} unset"
         raise MedusaError.of("draft_sample_method", "probabilistic", fix)
+    if model.is_mm_prefix_lm and model.is_multimodal_model and not model.multimodal_config.language_model_only:
+        fix = f"image tokens that see each other both ways need Model Runner V2; unset {VARIABLE}, or set this to true"
+        raise MedusaError.of("language_model_only", False, fix)

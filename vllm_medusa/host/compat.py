@@ -71,6 +71,7 @@ RUNNER_CONTRACT = (
         "GPUModelRunner._build_attention_metadata",
         ("num_tokens", "num_reqs", "max_query_len", "slot_mappings"),
     ),
+    Symbol(_RUNNER, "GPUModelRunner._preprocess", ("scheduler_output", "num_input_tokens")),
     Symbol(_RUNNER, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
     Symbol(_RUNNER, "GPUModelRunner._bookkeeping_sync", ("scheduler_output", "sampler_output")),
     Symbol(_RUNNER, "GPUModelRunner.propose_draft_token_ids", ("sampled_token_ids", "sample_hidden_states")),
@@ -105,7 +106,9 @@ V2_CONTRACT = (
     Symbol(f"{_V2}.model_states.interface", "ModelState.add_request", ("req_index", "new_req_data")),
     Symbol(f"{_V2}.model_states.interface", "ModelState.initialize_kv_cache", ("kv_cache_config", "block_tables")),
     Symbol(f"{_V2}.model_states.interface", "ModelState.preprocess_state", ("input_batch", "num_computed_tokens")),
+    Symbol(f"{_V2}.model_states.interface", "ModelState.prepare_inputs", ("input_batch", "req_states")),
     Symbol(f"{_V2}.model_states.interface", "ModelState.prepare_attn", ("input_batch", "attn_groups")),
+    Symbol(f"{_V2}.attn_utils", "compute_mm_prefix_ranges", ("req_ids", "mm_features", "sliding_window")),
     Symbol(f"{_V2}.model_states.interface", "ModelState.postprocess_state", ("idx_mapping", "num_sampled")),
     Symbol(f"{_V2}.model_states.interface", "ModelState.custom_sampler", ("sampler",)),
     Symbol(

@@ -57,10 +57,9 @@ def create_speculative_config(
     _refuse_sides(args)
     runner = choose_runner(envs.VLLM_USE_V2_MODEL_RUNNER, on_cpu=platform == "cpu", has_triton=HAS_TRITON)
     if runner == "V1":
-        refuse_on_v1(given, on_cpu=platform == "cpu")
+        refuse_on_v1(given, target_model_config, on_cpu=platform == "cpu")
     else:
         refuse_on_v2(args)
-        _refuse_pictures(target_model_config, "on Model Runner V2 Medusa serves the text of such a model alone")
     widths = read_widths(given, target_parallel_config.data_parallel_size)
     if widths is not None:
         given = {**given, "adaptive": False}  # the user has decided
@@ -161,25 +160,17 @@ def _refuse_unsupported(args: EngineArgs, model: Any, parallel: Any, worker: str
         fix = "it gives every rank a scheduler of its own, which would plan by its own clock; choose 'mp' or 'ray'"
         raise MedusaError.of("distributed_executor_backend", "external_launcher", fix)
     for what, present in (
-        ("multi-dimensional rotary positions (M-RoPE)", model.uses_mrope),
         ("an encoder and a decoder", model.is_encoder_decoder),
         ("multi-head latent attention (MLA)", model.use_mla),
         ("recurrent layers", model.is_hybrid or model.is_attention_free or model.has_inner_state),
         ("attention in chunks", model.attention_chunk_size is not None),
         ("attention by distance (ALiBi)", model.uses_alibi),
+        ("windows that leave prompts in sight (R-SWA)", model.rswa_window is not None),
     ):
         if present:
             raise MedusaError.of(
                 "model", model.model, f"a model with {what} cannot check trees; serve it without Medusa"
             )
-    if model.is_mm_prefix_lm:
-        _refuse_pictures(model, "of a model whose image tokens see each other both ways Medusa serves the text alone")
-
-
-def _refuse_pictures(model: Any, why: str) -> None:
-    """A model that takes images, sound or video must be told to leave them."""
-    if model.is_multimodal_model and not model.multimodal_config.language_model_only:
-        raise MedusaError.of("language_model_only", False, f"{why}; set it to true")
 
 
 def _refuse_sides(args: EngineArgs) -> None:

@@ -141,6 +141,12 @@ class StepTrees:
         """int64 [R, N + 1], depth of each row."""
         return depths_of(self.parents)
 
+    @property
+    def shift(self) -> Ints:
+        """int64 [R, N + 1], from where the host puts each row to its depth: never positive."""
+        shift: Ints = self.depths - np.arange(self.parents.shape[1] + 1)
+        return shift
+
     @cached_property
     def is_tree(self) -> npt.NDArray[np.bool_]:
         """bool [R], requests with a node that does not follow the one before it."""

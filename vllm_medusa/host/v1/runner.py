@@ -164,9 +164,21 @@ class MedusaModelRunnerV1(GPUModelRunner):
             batch.num_tokens_no_spec[: batch.num_reqs],
         )
         if trees.is_tree.any():
-            rows = torch.from_numpy(trees.token_rows(trees.is_tree))
-            position = (trees.context[:, None] + trees.depths)[trees.on_row & trees.is_tree[:, None]]
-            self.positions[rows.to(self.device)] = torch.from_numpy(position).to(self.device)
+            rows = torch.from_numpy(trees.token_rows(trees.is_tree)).to(self.device)
+            shift = torch.from_numpy(trees.shift[trees.on_row & trees.is_tree[:, None]]).to(self.device)
+            self.positions[rows] += shift
+            self._shift = rows, shift
+        return prepared
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Positions of several dimensions (M-RoPE), which are equal behind a prompt: a node's are its depth too.
+
+        The model gets the buffer that is shifted here. The host may have filled it once more (pruned videos).
+        """
+        prepared = super()._preprocess(*args, **kwargs)
+        if self.uses_mrope and self.trees is not None and self.trees.is_tree.any():
+            rows, shift = self._shift
+            self.mrope_positions.gpu[:, rows] += shift
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

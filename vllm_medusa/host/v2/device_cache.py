@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,32 @@ from vllm_medusa.host.device_layers import DeviceLayers
 from vllm_medusa.host.v2.rows import RowBuffers
 from vllm_medusa.host.v2.slots import StepTrees
 
+ImageRanges = Callable[[Sequence[str]], Mapping[int, Sequence[tuple[int, int]]] | None]
+
 
 class DeviceTreeCache(DeviceLayers):
     """Nothing here waits for the device.
 
     Attributes:
         rows: what each row of a step may see.
+        image_ranges: first and last tokens that see each other both ways, by the request's place; None: no such model.
     """
 
-    def __init__(self, layers: Mapping[str, Any], kv_cache_config: Any, rows: RowBuffers) -> None:
+    def __init__(
+        self, layers: Mapping[str, Any], kv_cache_config: Any, rows: RowBuffers, image_ranges: ImageRanges
+    ) -> None:
         """Adopt the layers.
 
         Args:
             layers, kv_cache_config: as of `DeviceLayers`.
             rows: to be filled before `attach`.
+            image_ranges: of the requests with these ids.
         """
         super().__init__(layers, kv_cache_config)
         self._config = kv_cache_config
         self._slots: Tensor | None = None
         self.rows = rows
+        self.image_ranges = image_ranges
 
     def attach(
         self,
@@ -124,6 +131,7 @@ class DeviceTreeCache(DeviceLayers):
             positions=batch.positions[num_rows:],
             is_prefilling=torch.from_numpy(batch.is_prefilling_np[trees:]),
             req_idx=batch.idx_mapping_np[trees:],
+            mm_req_doc_ranges=self.image_ranges(batch.req_ids[trees : batch.num_reqs]),
         )
         return built
 

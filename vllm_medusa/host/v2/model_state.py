@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.attn_utils import compute_mm_prefix_ranges
 
 from vllm_medusa.host.layers import attend_as_cpus_do
 from vllm_medusa.host.v2.clock import StageClock
@@ -49,7 +51,14 @@ def with_trees(host: Any) -> Any:
             if self.trees.rows is None:
                 nodes = self.trees.num_nodes
                 self.trees.rows = RowBuffers(self.max_num_tokens, self.max_num_reqs, nodes, self.device)
-            self.tree_cache = DeviceTreeCache(layers, kv_cache_config, self.trees.rows)
+            self.tree_cache = DeviceTreeCache(layers, kv_cache_config, self.trees.rows, self.image_ranges)
+
+        def image_ranges(self, req_ids: Sequence[str]) -> Any:
+            """Tokens of pictures that see each other both ways, as of `DeviceTreeCache`."""
+            if not self.supports_mm_inputs or not self.model_config.is_mm_prefix_lm:
+                return None
+            features, window = self.encoder_cache.mm_features, self.model_config.get_sliding_window()
+            return compute_mm_prefix_ranges(req_ids=req_ids, mm_features=features, sliding_window=window)
 
         def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str | None]:
             """Graphs hold steps of trees with as many rows each; others are cut at attention."""
@@ -66,6 +75,14 @@ def with_trees(host: Any) -> Any:
             self.clock.begin()
             self.trees.lay(input_batch)
             self.batch = input_batch
+
+        def prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
+            """Positions of several dimensions (M-RoPE), which are equal behind a prompt: a node's are its depth too."""
+            inputs = super().prepare_inputs(input_batch, req_states)
+            step, rope = self.trees.step, getattr(self, "rope_state", None)
+            if rope is not None and step is not None and step.batch is input_batch:
+                rope.positions[:, step.rows] += step.shift
+            return inputs
 
         def prepare_attn(
             self,

@@ -30,6 +30,8 @@ class StepTrees:
         first_logit: int64 [R], index of each root among the rows of logits.
         context: int64 [R], tokens in the cache before the root.
         depths: int64 [R, n + 1], ancestors: int64 [R, n + 1, W], of each row.
+        rows: int64 [L], the step's tokens that have a row of logits; shift: int64 [L], from where the host puts each to
+            its depth.
         walk: its outcome, once walked.
     """
 
@@ -41,6 +43,8 @@ class StepTrees:
     context: Tensor
     depths: Tensor
     ancestors: Tensor
+    rows: Tensor
+    shift: Tensor
     walk: Walk | None = None
 
     @property
@@ -149,6 +153,10 @@ class SlotTrees:
         width = int(batch.num_draft_tokens_per_req.max())
         is_node = torch.arange(width, device=slots.device) < num_nodes[:, None]
         parents = self.parents[slots, :width].where(is_node, -1)
+        places, of_row, local = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+        has_tree = batch.positions[places] - local >= self._req_states.prefill_len.gpu[of_row]
+        of_rows = self.depths[of_row, local]
+        shift = (of_rows - local).where(has_tree, 0)
         self.step = StepTrees(
             batch=batch,
             parents=parents,
@@ -158,11 +166,9 @@ class SlotTrees:
             context=context,
             depths=self.depths[slots, : width + 1],
             ancestors=self.ancestors[slots, : width + 1],
+            rows=places,
+            shift=shift,
         )
-        places, of_row, local = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos.long()
-        root = batch.positions[places] - local
-        has_tree = root >= self._req_states.prefill_len.gpu[of_row]
-        depths = self.depths[of_row, local]
-        batch.positions[places] = root + depths.where(has_tree, local)
+        batch.positions[places] += shift
         if self.rows is not None:
-            self.rows.put(places, local, has_tree, depths, self.ancestors[of_row, local])
+            self.rows.put(places, local, has_tree, of_rows, self.ancestors[of_row, local])
