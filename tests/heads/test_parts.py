@@ -119,7 +119,8 @@ def test_ranks_agree_though_their_hidden_rows_do_not(make_heads: Make, target: T
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_first_of_equals_wins(make_heads: Make, size: int) -> None:
     """Every token twice, in parts of different ranks: the lower one comes first, wherever it lies."""
-    table = torch.randn(24, 16, generator=torch.Generator().manual_seed(2))
+    table = torch.zeros(24, 16)  # a number in each row: a library that adds in another order has nothing to add
+    table[torch.arange(24), torch.arange(24) % 16] = torch.where(torch.arange(24) < 16, 1.0, -1.0)
     table = torch.cat([table, table])
     ranks = Ranks(size)
 
