@@ -38,7 +38,7 @@ def test_a_storm_of_sixty(tmp_path: Path) -> None:
     ):
         if request.good:
             assert plain.status == 200, (number, plain)
-            assert ours.is_as(plain), (number, request, ours, plain)
+            assert ours.is_as(plain), (ours.difference(plain), number, request)
             compared += ours.tokens
         elif request.malformed is not None:
             assert 400 <= ours.status <= 499 and ours.status == plain.status, (request, ours, plain)
