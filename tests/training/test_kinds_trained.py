@@ -17,12 +17,13 @@ from tiny_targets import save_model
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.served import Comparison
 
 LONG = pytest.mark.skipif(not os.environ.get("MEDUSA_LONG"), reason="an engine in a process of its own, for each kind")
 pytestmark = [pytest.mark.slow, LONG]
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "granite", "gptj", "gemma2"])
 def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None:
     """Rows are those whose product with the unembedding chose the tokens; the first head learns what comes next."""
     model, out, prompts = tmp_path / "model", tmp_path / "heads", tmp_path / "prompts.jsonl"
@@ -38,13 +39,16 @@ def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None
     run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=540)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = HiddenRows.open(sorted(path.parent for path in out.with_name("heads-rows").rglob("store.json")))
-    unembedding, _ = read_target(model)
+    target = read_target(model)
     hidden = rows.gather(np.arange(len(rows))).float()
-    chosen = (hidden @ unembedding.float().T).argmax(1).numpy() == rows.tokens
+    chosen = target.logits(hidden).argmax(1).numpy() == rows.tokens
     assert len(rows) > 1000
     assert chosen.mean() > 0.95, "in bfloat16 the second best may come out ahead"
     heads = load_heads(out).bfloat16()
-    heads.bind(*(matrix.bfloat16() for matrix in read_target(model)))
+    assert heads.config.training is not None
+    served = Comparison(**heads.config.training["served"])
+    assert served.agrees and f"{served.served:.2f} tokens a step in vLLM" in (out / "README.md").read_text()
+    heads.bind(*target.to("cpu", torch.bfloat16).matrices)
     guesses, _ = heads.candidates(hidden.bfloat16(), torch.from_numpy(rows.tokens.astype(np.int64)), 1)
     wanted = rows.targets(1)[:, 0]
     right = (guesses[:, 0, 0].numpy() == wanted)[wanted >= 0].mean()

@@ -71,6 +71,13 @@ def train(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 256,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak, after a warm-up.")] = 1.5e-3,
     seed: Annotated[int, typer.Option(help="Of sampled answers, and of training.")] = 0,
+    compare_served: Annotated[
+        bool,
+        typer.Option(
+            "--compare-served/--no-compare-served",
+            help="Serve the heads at the end; the card says whether they bring what their replay promises.",
+        ),
+    ] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not compile the model.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -104,6 +111,7 @@ def train(
             root_conditioned=root_conditioned,
             unembedding=unembedding,
             draft_vocab_size=draft_vocab_size or None,
+            compare_served=compare_served,
             answers=AnswerOptions(
                 temperatures=parse_temperatures(temperatures), seed=seed, enforce_eager=enforce_eager
             ),

@@ -86,12 +86,12 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
 
 def _bound(folder: Path, model: str) -> MedusaHeads:
     """The heads in bfloat16, tied to their target."""
-    unembedding, embedding = read_target(model)
+    target = read_target(model)
     heads = load_heads(folder)
-    check_heads(heads.config, unembedding.shape[1], unembedding.shape[0])
+    check_heads(heads.config, target.unembedding.shape[1], target.unembedding.shape[0])
     device = _platform()
     heads.to(device, torch.bfloat16)
-    heads.bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
+    heads.bind(*target.to(device, torch.bfloat16).matrices)
     return heads
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.training.served import NODES, Comparison
 
 _RANKS = (1, 2, 3, 5, 10)
 _UNEMBEDDING = {
@@ -32,6 +33,7 @@ def model_card(config: HeadsConfig, notes: str = "") -> str:
         "## How good they are",
         _accuracy(config),
         _replay(facts),
+        _served(facts),
         notes.strip(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -98,3 +100,14 @@ def _replay(facts: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |")
     about = "Mean accepted length, tokens per step with the bonus token counted, from replayed greedy answers:"
     return about + "\n\n" + "\n".join(lines)
+
+
+def _served(facts: dict[str, Any]) -> str:
+    """What serving brought of what the replay promises."""
+    served: dict[str, Any] = facts.get("served", {})
+    if not served:
+        return ""
+    if "failed" in served:
+        return f"Not compared with serving: {served['failed']}."
+    found = Comparison(**served)
+    return f"Served with dynamic trees of {NODES} nodes, by the heads alone: {found.in_words()}."

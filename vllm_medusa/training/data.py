@@ -18,11 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.progress import stage
-from vllm_medusa.quota import usable_cores
-from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.engine import RECORDER, Engine
+from vllm_medusa.training.hidden import fill_tokens
 
-RECORDER = "vllm_medusa.host.recording.RecordingWorker"
 DONE = "done.json"
 
 
@@ -116,52 +114,26 @@ def read_facts(shard: Path) -> dict[str, Any]:
     return facts
 
 
-class AnsweringEngine:
-    """The target in vLLM with our recording worker: started by the first answer it is asked for, stopped on exit."""
+class AnsweringEngine(Engine):
+    """The target in vLLM with our recording worker."""
 
     def __init__(self, model: str, options: AnswerOptions, console: Console | None = None) -> None:
         """`console`: where it is told that vLLM starts; None: nowhere."""
-        self._model, self._options = model, options
-        self._console = console or Console(quiet=True)
-        self._llm: Any = None
+        compiles = "" if options.enforce_eager else ", which compiles the model"
+        super().__init__(f"starting vLLM{compiles}", console, worker_cls=RECORDER, **engine_arguments(model, options))
 
-    def __enter__(self) -> "AnsweringEngine":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()  # its memory is wanted for training
-            self._llm = None
-
-    @property
-    def llm(self) -> Any:
-        """vLLM's LLM; the first use starts it, a minute or two."""
-        if self._llm is None:
-            # Settings vLLM reads from the environment only. The user's own values win.
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-            compiles = "" if self._options.enforce_eager else ", which compiles the model"
-            with stage(self._console, f"starting vLLM{compiles}"):
-                self._llm = self._start()
-            self._llm.collective_rpc("end_with", args=(os.getpid(),))
-        return self._llm
-
-    def _start(self) -> Any:
-        from vllm import LLM
-
-        return LLM(
-            model=self._model,
-            dtype=self._options.dtype,
-            max_model_len=self._options.max_model_len,
-            max_num_seqs=self._options.batch_size,
-            enforce_eager=self._options.enforce_eager,
-            enable_prefix_caching=False,
-            async_scheduling=False,
-            seed=self._options.seed,
-            worker_cls=RECORDER,
-        )
+def engine_arguments(model: str, options: AnswerOptions) -> dict[str, Any]:
+    """What the target's engines are started with, recording or not."""
+    return {
+        "model": model,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.batch_size,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": False,
+        "seed": options.seed,
+    }
 
 
 def _record_shard(
@@ -179,9 +151,9 @@ def _record_shard(
     began = time.monotonic()
     llm.collective_rpc("start_recording", kwargs={"folder": str(shard.resolve())})
     outputs = llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
-    names = llm.collective_rpc("finish_recording")[0]
+    names: list[str] = next(filter(None, llm.collective_rpc("finish_recording")), [])
     answers = [list(output.outputs[0].token_ids) for output in outputs]
-    _check_complete(shard, names, {output.request_id: answer for output, answer in zip(outputs, answers, strict=True)})
+    fill_tokens(shard, answers, places(names, [output.request_id for output in outputs]))
     facts = {
         "prompts": len(ids),
         "tokens": sum(map(len, answers)),
@@ -193,13 +165,15 @@ def _record_shard(
     os.replace(partial, shard / DONE)
 
 
-def _check_complete(shard: Path, names: Sequence[str], answers: dict[str, list[int]]) -> None:
-    """Every answer must be in the store, token for token: a missed or doubled row would teach the heads nonsense."""
-    rows = HiddenRows.open([shard])
-    for number, name in enumerate(names):
-        # vLLM may append a random suffix to the request id that the caller sees ("12" becomes "12-8f3a").
-        answer = answers[name if name in answers else name.rsplit("-", 1)[0]]
-        if rows.tokens[rows.sequences == number].tolist() != answer:
-            raise RuntimeError(f"recorded rows of request {name} in {shard} do not match its answer")
-    if len(names) != len(answers):
-        raise RuntimeError(f"{shard} holds {len(names)} of {len(answers)} answers")
+def places(names: Sequence[str], asked: Sequence[str]) -> list[int]:
+    """Which of the requests `asked` each of a store's sequences is.
+
+    vLLM may append a random suffix to the request id that the caller sees.
+
+    >>> places(["1-8f3a", "0"], ["0", "1"])
+    [1, 0]
+    """
+    if len(names) != len(asked):
+        raise RuntimeError(f"rows of {len(names)} of {len(asked)} answers were recorded")
+    place = {name: number for number, name in enumerate(asked)}
+    return [place[name if name in place else name.rsplit("-", 1)[0]] for name in names]

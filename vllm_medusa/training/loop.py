@@ -173,6 +173,8 @@ class _Run:
         roots = torch.from_numpy(self.rows.tokens[chosen].astype(np.int64)).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
             states = heads.states(hidden, roots)
+            if heads.config.logit_scale != 1.0:  # of the logits, which are linear in these
+                states = states * heads.config.logit_scale
         losses = []
         for head in range(states.shape[1]):
             lesson = self.lessons.of(chosen, head)

@@ -31,6 +31,7 @@ class TrainOptions:
         trunk_size: width of the layer that root-conditioned heads share; None: none.
         unembedding: "target" shares the target's, frozen; "shared" learns one for all heads, "per_head" one for each,
             both beginning as the target's.
+        compare_served: serve the heads at the end and hold what they bring against their replay.
         draft_vocab_size: tokens the heads can guess, the most frequent ones of the answers; None: all.
     """
 
@@ -54,6 +55,7 @@ class TrainOptions:
     trunk_size: int | None = 1152
     unembedding: Literal["target", "shared", "per_head"] = "target"
     draft_vocab_size: int | None = 8192
+    compare_served: bool = False
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     loop: LoopOptions = field(default_factory=LoopOptions)
 

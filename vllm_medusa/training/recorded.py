@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,28 @@ _MAY_DIFFER = ("temperatures", "enforce_eager")
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rows to learn from, rows to calibrate on, rows to replay by name, and facts about the first for the card."""
+    """Rows to learn from, rows to calibrate on, rows to replay by name, and facts about the first for the card.
+
+    `held_prompts` are the token ids that `held` answers, in the same order.
+    """
 
     rows: HiddenRows
     held: HiddenRows
+    held_prompts: list[list[int]]
     evaluated: dict[str, HiddenRows]
     facts: dict[str, Any]
 
 
-def record(options: TrainOptions, console: Console) -> Recorded:
-    """Have the target answer what it has not answered yet, held-out prompts first."""
+def record(
+    options: TrainOptions, console: Console, look: Callable[[Path], None] = lambda held_out_shard: None
+) -> Recorded:
+    """Have the target answer what it has not answered yet, held-out prompts first.
+
+    Args:
+        options: see TrainOptions.
+        console: where bars are shown.
+        look: shown the first finished store, before hours of answering; may raise.
+    """
     source, given = _questions(options)
     folder, answers = options.rows_folder, options.answers
     _check_recipe(folder, options, given)
@@ -63,6 +76,7 @@ def record(options: TrainOptions, console: Console) -> Recorded:
         greedy = replace(answers, temperatures=(0.0,))
         with stage(console, "answering held-out prompts"):
             held_shards = record_answers(held, folder / "heldout", greedy, engine)
+        look(held_shards[0])
         short = replace(greedy, max_new_tokens=options.evaluate_tokens)
         evaluated = {}
         for name, chosen in tests.items():
@@ -91,6 +105,7 @@ def record(options: TrainOptions, console: Console) -> Recorded:
     return Recorded(
         rows,
         held_rows,
+        held,
         {name: HiddenRows.open(stores) for name, stores in evaluated.items()},
         {
             "training_prompts": len(asked),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.source import is_hub_id, locate_target
-from vllm_medusa.heads.target import read_target
+from vllm_medusa.heads.target import Target, read_target
 from vllm_medusa.progress import Stage, stage
 from vllm_medusa.quota import usable_cores
 from vllm_medusa.training.calibrate import calibrate
@@ -26,6 +27,8 @@ from vllm_medusa.training.loop import choose_draft_vocab, start_trunk, train_hea
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recorded import record
 from vllm_medusa.training.replay import replay
+from vllm_medusa.training.said import check_target
+from vllm_medusa.training.served import compare_served
 from vllm_medusa.training.snapshot import Snapshots, run_name
 from vllm_medusa.training.teacher import make_teacher
 
@@ -53,11 +56,14 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
     folder = locate_target(options.model)
     name = options.base_model or (options.model if is_hub_id(options.model) else folder.name)
     options = replace(options, model=str(folder), base_model=name, answers=fit_to_model(str(folder), options.answers))
-    unembedding, embedding = read_target(folder)
-    config = heads_config(options, *unembedding.shape)  # before an hour of answering
-    recorded = record(options, console)
-    heads = new_heads(config, recorded.rows, unembedding, embedding, options.loop.seed)
-    facts, snapshots = learn(heads, recorded.rows, unembedding, options, console)
+    target = read_target(folder)
+    config = heads_config(options, target)  # before an hour of answering
+    target = target.to(_device(), torch.bfloat16)
+    # The tokens that came are the target's whatever its head does; its distributions are asked of what we read.
+    look = partial(check_target, target, model=options.base_model) if options.loop.loss != "ce" else _trust
+    recorded = record(options, console, look)
+    heads = new_heads(config, recorded.rows, target, options.loop.seed)
+    facts, snapshots = learn(heads, recorded.rows, target, options, console)
     facts = {**recorded.facts, **facts}
     if heads.token_map is not None:
         known = np.isin(recorded.held.tokens, heads.token_map.cpu().numpy())
@@ -66,20 +72,24 @@ def train(options: TrainOptions, console: Console | None = None) -> Path:
         notes = options.notes.read_text(encoding="utf-8") if options.notes is not None else ""
         replayed = {"held-out prompts": recorded.held, **recorded.evaluated}
         finish(heads, recorded.held, replayed, facts, options.out, notes)
+    if options.compare_served:
+        held, prompts = recorded.held, recorded.held_prompts
+        served = compare_served(options.model, heads, options.out, prompts, held, options.answers, console)
+        _write(heads, {**(heads.config.training or {}), "served": served}, options.out, notes)
     snapshots.remove()
     console.print(f"heads written to {options.out}")
     return options.out
 
 
 def learn(
-    heads: MedusaHeads, rows: HiddenRows, unembedding: torch.Tensor, options: TrainOptions, console: Console
+    heads: MedusaHeads, rows: HiddenRows, target: Target, options: TrainOptions, console: Console
 ) -> tuple[dict[str, Any], Snapshots]:
     """Train new heads on recorded rows, or go on where a killed run stopped.
 
     Args:
         heads: as `new_heads` makes them.
         rows: what they learn from.
-        unembedding: [V, H], the target's own, which is asked for its distributions.
+        target: the target's own head, which is asked for its distributions.
         options: see TrainOptions.
         console: where bars are shown.
 
@@ -94,7 +104,7 @@ def learn(
     if options.loop.loss != "ce":
         with stage(console, "asking the target for its distributions") as now:
             teacher = make_teacher(
-                unembedding.to(_device(), torch.bfloat16),
+                target,
                 heads.token_map,
                 rows,
                 options.rows_folder,
@@ -122,12 +132,13 @@ def _tell(now: Stage, step: int, steps: int, losses: Sequence[float]) -> None:
     now.update(done=step, total=steps)
 
 
-def heads_config(options: TrainOptions, vocab_size: int, hidden_size: int) -> HeadsConfig:
-    """The shape asked for, on a target of these sizes; a draft vocabulary that is no smaller than its own is none.
+def heads_config(options: TrainOptions, target: Target) -> HeadsConfig:
+    """The shape asked for, on this target; a draft vocabulary that is no smaller than its own is none.
 
     Raises:
         MedusaError: a shape that cannot be.
     """
+    vocab_size, hidden_size = target.unembedding.shape
     size = options.draft_vocab_size
     reduced = size if size is not None and size < vocab_size else None
     shape: dict[str, Any] = {
@@ -137,6 +148,7 @@ def heads_config(options: TrainOptions, vocab_size: int, hidden_size: int) -> He
         "trunk_size": options.trunk,
         "unembedding": options.unembedding,
         "draft_vocab_size": reduced,
+        "logit_scale": target.scale,
     }
     top_k = min(TOP_K, reduced or vocab_size)
     try:
@@ -147,9 +159,7 @@ def heads_config(options: TrainOptions, vocab_size: int, hidden_size: int) -> He
         raise MedusaError.of("heads", shape, error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
-def new_heads(
-    config: HeadsConfig, rows: HiddenRows, unembedding: torch.Tensor, embedding: torch.Tensor, seed: int
-) -> MedusaHeads:
+def new_heads(config: HeadsConfig, rows: HiddenRows, target: Target, seed: int) -> MedusaHeads:
     """Untrained float32 heads, bound to the target, draft vocabulary chosen from `rows`.
 
     An unembedding of their own begins as the target's.
@@ -158,11 +168,14 @@ def new_heads(
     if heads.token_map is not None:
         heads.token_map.copy_(choose_draft_vocab(rows.tokens, config.num_outputs, config.vocab_size))
     if heads.unembedding is not None:
-        heads.unembedding.data.copy_(unembedding if heads.token_map is None else unembedding[heads.token_map])
-    device = _device()
-    heads.to(device).bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
+        heads.unembedding.data.copy_(target.outputs(heads.token_map).unembedding)
+    heads.to(target.unembedding.device).bind(*target.matrices)
     start_trunk(heads, rows, seed)
     return heads
+
+
+def _trust(shard: Path) -> None:
+    """Whatever it holds."""
 
 
 def _device() -> str:
@@ -184,8 +197,13 @@ def finish(
         name: replay(heads, rows, temperatures=calibration.temperatures, accuracy=calibration.rank_accuracy)
         for name, rows in replayed.items()
     }
-    training = {**facts, "accepted_length": lengths}
-    heads.config = heads.config.model_copy(update={"calibration": calibration, "training": training})
+    heads.config = heads.config.model_copy(update={"calibration": calibration})
+    _write(heads, {**facts, "accepted_length": lengths}, out, notes)
+    return heads.config
+
+
+def _write(heads: MedusaHeads, training: dict[str, Any], out: Path, notes: str) -> None:
+    """Heads and card, with these facts."""
+    heads.config = heads.config.model_copy(update={"training": training})
     save_heads(heads, out)
     (out / "README.md").write_text(model_card(heads.config, notes), encoding="utf-8")
-    return heads.config

@@ -1,6 +1,7 @@
 """What the target itself would have said at every stored row: its likeliest tokens, kept on disk, memory-mapped.
 
-The row that produced a token holds the target's whole distribution there, softmax(row · unembedding). So a head that
+The row that produced a token holds the target's whole distribution there: its own head's, with bias, soft cap and scale
+where it has them (`Target.logits`). So a head that
 looks k + 1 tokens ahead can learn from the distribution k + 1 rows further on (knowledge distillation, Hinton et al.
 2015, arXiv:1503.02531), at the price of one product per row, once, whatever the number of heads and epochs.
 """
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows, release
 
 TOP = 16
@@ -42,7 +44,7 @@ class Teacher:
 
 
 def make_teacher(
-    unembedding: Tensor,
+    target: Target,
     token_map: Tensor | None,
     rows: HiddenRows,
     folder: Path,
@@ -53,20 +55,20 @@ def make_teacher(
     Two files named after the rows and the draft vocabulary; each is complete or absent, a killed run starts again.
 
     Args:
-        unembedding: [V, H], the target's own.
+        target: the target's own head.
         token_map: int64 [Vd], the draft vocabulary; None: all V.
         rows: n rows of this target.
         folder: where the two files lie.
         on_progress: told the rows done and all rows.
     """
-    matrix = unembedding if token_map is None else unembedding[token_map.to(unembedding.device)]
-    top = min(TOP, len(matrix))
+    target = target.outputs(token_map)
+    top = min(TOP, len(target.unembedding))
     folder.mkdir(parents=True, exist_ok=True)
-    named = folder / f"teacher-{_fingerprint(len(matrix), token_map, rows, top)}"
+    named = folder / f"teacher-{_fingerprint(target, token_map, rows, top)}"
     files = [named.with_suffix(suffix) for suffix in (".tokens", ".shares")]
     if not all(file.exists() for file in files):
         partial = [file.with_name(file.name + ".partial") for file in files]
-        _write(matrix, rows, top, partial, on_progress)
+        _write(target, rows, top, partial, on_progress)
         for source, file in zip(partial, files, strict=True):
             os.replace(source, file)
     shape = (len(rows), top)
@@ -78,12 +80,12 @@ def make_teacher(
 
 @torch.inference_mode()
 def _write(
-    matrix: Tensor, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
+    target: Target, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
 ) -> None:
     with files[0].open("wb") as tokens, files[1].open("wb") as shares:
         for first in range(0, len(rows), _BATCH):
             where = np.arange(first, min(first + _BATCH, len(rows)))
-            logits = (rows.gather(where).to(matrix.device, matrix.dtype) @ matrix.T).float()
+            logits = target.logits(rows.gather(where))
             best = logits.topk(top, dim=-1)
             probabilities = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
             tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
@@ -93,9 +95,10 @@ def _write(
                 rows.release()
 
 
-def _fingerprint(size: int, token_map: Tensor | None, rows: HiddenRows, top: int) -> str:
-    digest = hashlib.sha256(f"{top} {len(rows)} {size}".encode())
+def _fingerprint(target: Target, token_map: Tensor | None, rows: HiddenRows, top: int) -> str:
+    digest = hashlib.sha256(f"{top} {len(rows)} {len(target.unembedding)} {target.rule}".encode())
     digest.update(np.ascontiguousarray(rows.tokens).data)
-    if token_map is not None:
-        digest.update(token_map.cpu().numpy().data)
+    for part in (token_map, None if target.bias is None else target.bias.float()):
+        if part is not None:
+            digest.update(part.cpu().numpy().data)
     return digest.hexdigest()[:16]
