@@ -89,7 +89,7 @@ heads: $(STAMP)
 	@echo "About two hours on two cores and 3 GB in out/: inventing prompts 10 minutes, answering 45, training 50, the rest 10."
 	@echo "Killed at any point, it goes on from there when you say make heads again."
 	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl --self-prompts 6000 \
-	  --max-tokens 2000000 --epochs 2 --draft-vocab-size 4096 --out out/smollm2-135m-instruct \
+	  --max-tokens 2000000 --max-answer-tokens 160 --epochs 2 --draft-vocab-size 4096 --out out/smollm2-135m-instruct \
 	  $(foreach set,mt_bench humaneval gsm8k,--evaluate $(DATA)/$(set).jsonl) \
 	  --base-model HuggingFaceTB/SmolLM2-135M-Instruct $(ARGS)
 

@@ -25,7 +25,8 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows, RowWriter
 from vllm_medusa.training.lessons import Loss
-from vllm_medusa.training.loop import LoopOptions, Progress, choose_draft_vocab, start_trunk, train_heads
+from vllm_medusa.training.loop import choose_draft_vocab, train_heads
+from vllm_medusa.training.step import LoopOptions, Progress, start_trunk
 from vllm_medusa.training.teacher import make_teacher
 
 HIDDEN, VOCAB = 576, 49152

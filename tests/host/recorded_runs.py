@@ -11,7 +11,8 @@ from device_engines import engine
 from engines import random_prompts
 
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.training.data import AnswerOptions, record_answers
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.data import record_answers
 from vllm_medusa.training.engine import RECORDER
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.said import Said

@@ -32,7 +32,18 @@ def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None
     prompts.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
     command = [
         *(sys.executable, "-m", "vllm_medusa.cli", "train", "--model", model, "--prompts", prompts, "--out", out),
-        *("--held-out", "6", "--max-tokens", "4000", "--epochs", "60", "--batch-size", "64"),
+        *(
+            "--held-out",
+            "6",
+            "--max-tokens",
+            "4000",
+            "--max-answer-tokens",
+            "160",
+            "--epochs",
+            "60",
+            "--batch-size",
+            "64",
+        ),
         *("--trunk-size", "64", "--num-heads", "2", "--learning-rate", "0.005", "--enforce-eager"),
     ]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -13,7 +13,8 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.lessons import Lessons
-from vllm_medusa.training.loop import LoopOptions, draft_targets, train_heads
+from vllm_medusa.training.loop import draft_targets, train_heads
+from vllm_medusa.training.step import LoopOptions
 from vllm_medusa.training.teacher import Teacher, make_teacher
 
 HIDDEN, VOCAB = 16, 24

@@ -15,7 +15,8 @@ import torch
 from tiny_llama import make_llama
 
 from vllm_medusa.heads.target import read_target
-from vllm_medusa.training.data import AnswerOptions, read_facts, record_answers
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.data import read_facts, record_answers
 from vllm_medusa.training.engine import RECORDER
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.said import Said

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.progress import stage
-from vllm_medusa.training.data import AnswerOptions, engine_arguments, leaves_room
+from vllm_medusa.training.answering import AnswerOptions, engine_arguments, leaves_room
 from vllm_medusa.training.engine import Engine
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.replay import replay
@@ -95,7 +95,7 @@ def _serve(model: str, folder: Path, prompts: Sequence[list[int]], options: Answ
     with Engine("starting vLLM with the heads", console, **arguments) as engine:
         llm = engine.llm
         with stage(console, "serving held-out prompts"):
-            params = SamplingParams(temperature=0.0, max_tokens=options.max_new_tokens)
+            params = SamplingParams(temperature=0.0, max_tokens=options.longest_answer)
             llm.collective_rpc("medusa_report", kwargs={"reset": True})
             llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             reports = llm.collective_rpc("medusa_report")

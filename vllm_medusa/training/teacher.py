@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows, release
+from vllm_medusa.training.ranks import Ranks
 
 TOP = 16
 _BATCH = 512
@@ -49,6 +50,7 @@ def make_teacher(
     rows: HiddenRows,
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, rows: None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Teacher:
     """Ask the target for its distribution at every row, or find in `folder` what was asked before.
 
@@ -60,6 +62,7 @@ def make_teacher(
         rows: n rows of this target.
         folder: where the two files lie.
         on_progress: told the rows done and all rows.
+        ranks: the processes that share the work; all of them ask.
     """
     target = target.outputs(token_map)
     top = min(TOP, len(target.unembedding))
@@ -68,9 +71,17 @@ def make_teacher(
     files = [named.with_suffix(suffix) for suffix in (".tokens", ".shares")]
     if not all(file.exists() for file in files):
         partial = [file.with_name(file.name + ".partial") for file in files]
-        _write(target, rows, top, partial, on_progress)
-        for source, file in zip(partial, files, strict=True):
-            os.replace(source, file)
+        if ranks.is_first:
+            for source, width in zip(partial, (4, 2), strict=True):
+                with source.open("wb") as made:
+                    made.truncate(len(rows) * top * width)
+        ranks.wait()
+        _write(target, rows, top, partial, on_progress, ranks)
+        ranks.wait()
+        if ranks.is_first:
+            for source, file in zip(partial, files, strict=True):
+                os.replace(source, file)
+    ranks.wait()
     shape = (len(rows), top)
     return Teacher(
         np.memmap(files[0], dtype=np.int32, mode="r", shape=shape),
@@ -80,18 +91,28 @@ def make_teacher(
 
 @torch.inference_mode()
 def _write(
-    target: Target, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
+    target: Target,
+    rows: HiddenRows,
+    top: int,
+    files: list[Path],
+    on_progress: Callable[[int, int], None],
+    ranks: Ranks,
 ) -> None:
-    with files[0].open("wb") as tokens, files[1].open("wb") as shares:
-        for first in range(0, len(rows), _BATCH):
+    """Fill in two files that are there: every so many batches are this process's."""
+    with files[0].open("r+b") as tokens, files[1].open("r+b") as shares:
+        for number, first in enumerate(range(0, len(rows), _BATCH)):
+            if number % ranks.count != ranks.number:
+                continue
             where = np.arange(first, min(first + _BATCH, len(rows)))
             logits = target.logits(rows.gather(where))
             best = logits.topk(top, dim=-1)
             probabilities = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+            tokens.seek(first * top * 4)
             tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
+            shares.seek(first * top * 2)
             shares.write(probabilities.to("cpu", torch.float16).numpy().tobytes())
             on_progress(int(where[-1]) + 1, len(rows))
-            if first // _BATCH % _RELEASE == 0:
+            if number % _RELEASE == 0:
                 rows.release()
 
 
