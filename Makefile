@@ -72,6 +72,7 @@ test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py \
 	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_two_engines.py tests/training/test_kinds_trained.py $(ARGS)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_ranks.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/faults tests/test_doctor.py tests/host/test_plugin_life.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/load $(ARGS)
