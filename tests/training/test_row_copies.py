@@ -55,7 +55,7 @@ def test_a_step_does_not_wait_for_the_disk_until_it_is_far_behind(tmp_path: Path
     began = time.monotonic()
     for position in range(MOST_WAITING // 2):
         copies.append([0], [position], torch.ones(1, 2))
-    assert time.monotonic() - began < 0.02 * MOST_WAITING // 4
+    assert time.monotonic() - began < 0.02 * MOST_WAITING / 4
     copies.close()
     fill_tokens(tmp_path, [[1] * (MOST_WAITING // 2)], [0])
 
