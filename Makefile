@@ -82,6 +82,7 @@ test-long: $(STAMP)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_smollm2_parity.py tests/host/test_request_shapes.py \
 	  tests/host/test_device_runs.py tests/host/test_kinds_of_targets.py tests/host/test_pictures.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/host/test_two_engines.py tests/training/test_kinds_trained.py $(ARGS)
+	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/training/test_resume.py tests/training/test_ranks.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/faults tests/test_doctor.py tests/host/test_plugin_life.py $(ARGS)
 	MEDUSA_LONG=1 $(BIN)/python -m pytest tests/load $(ARGS)
@@ -99,7 +100,7 @@ heads: $(STAMP)
 	@echo "About two hours on two cores and 3 GB in out/: inventing prompts 10 minutes, answering 45, training 50, the rest 10."
 	@echo "Killed at any point, it goes on from there when you say make heads again."
 	$(BIN)/vllm-medusa train --prompts $(DATA)/train_prompts.jsonl --self-prompts 6000 \
-	  --max-tokens 2000000 --epochs 2 --draft-vocab-size 4096 --out out/smollm2-135m-instruct \
+	  --max-tokens 2000000 --max-answer-tokens 160 --epochs 2 --draft-vocab-size 4096 --out out/smollm2-135m-instruct \
 	  $(foreach set,mt_bench humaneval gsm8k,--evaluate $(DATA)/$(set).jsonl) \
 	  --base-model HuggingFaceTB/SmolLM2-135M-Instruct $(ARGS)
 

@@ -22,9 +22,11 @@ import torch
 
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows, RowWriter
 from vllm_medusa.training.lessons import Loss
-from vllm_medusa.training.loop import LoopOptions, Progress, choose_draft_vocab, start_trunk, train_heads
+from vllm_medusa.training.loop import choose_draft_vocab, train_heads
+from vllm_medusa.training.step import LoopOptions, Progress, start_trunk
 from vllm_medusa.training.teacher import make_teacher
 
 HIDDEN, VOCAB = 576, 49152
@@ -97,7 +99,7 @@ def measure(case: Case) -> Measured:
     heads.token_map.copy_(choose_draft_vocab(rows.tokens, case.draft_vocab, VOCAB))
     heads.bind(matrix, matrix)
     start_trunk(heads, rows, seed=0)
-    teacher = None if case.loss == "ce" else make_teacher(matrix, heads.token_map, rows, case.folder)
+    teacher = None if case.loss == "ce" else make_teacher(Target(matrix, matrix), heads.token_map, rows, case.folder)
     done = 0
 
     def stop(now: Progress) -> None:

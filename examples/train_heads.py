@@ -16,7 +16,7 @@ from rich.console import Console
 
 from vllm_medusa.defaults import default_model
 from vllm_medusa.heads.checkpoint import read_config
-from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.answering import AnswerOptions
 from vllm_medusa.training.loop import LoopOptions
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.run import train

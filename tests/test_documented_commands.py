@@ -55,7 +55,15 @@ RUN_ELSEWHERE = {
     r"vllm-medusa train .*--self-prompts .*": [
         "training/test_self_prompts.py::test_they_are_different_finished_and_as_many_as_asked"
     ],
-    r"vllm-medusa train --model MODEL --prompts \S+ --out \S+": [
+    r"vllm-medusa train .*--(tensor-parallel-size|quantization) .*": [
+        "training/test_engine_options.py::test_the_command_takes_them",
+        "training/test_engine_options.py::test_what_is_given_is_handed_on",
+    ],
+    r"torchrun --nproc-per-node 8 -m vllm_medusa train .*": [
+        "training/test_ranks.py::test_heads_are_those_of_one_process",
+        "training/test_resume.py::test_one_of_two_ranks_is_killed",
+    ],
+    r"vllm-medusa train --model \S+ --prompts \S+ --out \S+": [
         "training/test_run.py::test_train_writes_heads_that_serve_and_say_how_good_they_are"
     ],
     r"vllm-medusa calibrate .*": ["training/test_calibrate_command.py::test_calibrate_from_the_command_line"],

@@ -65,7 +65,58 @@ def _llama(sizes: dict[str, Any]) -> Any:
     return make_llama(seed=7, **sizes)
 
 
-MODELS = {"llama": _llama, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "gpt_oss": _gpt_oss}
+def _granite(sizes: dict[str, Any]) -> Any:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=8.0, embedding_multiplier=3.0))
+
+
+def _cohere(sizes: dict[str, Any]) -> Any:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return CohereForCausalLM(CohereConfig(**{**sizes, "tie_word_embeddings": True}))
+
+
+def _gemma2(sizes: dict[str, Any]) -> Any:
+    """Logits that its bound bends."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**{**sizes, "tie_word_embeddings": True}, final_logit_softcapping=6.0)
+    return Gemma2ForCausalLM(config)
+
+
+def _gpt_neox(sizes: dict[str, Any]) -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    left_out = ("head_dim", "num_key_value_heads")
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**{key: value for key, value in sizes.items() if key not in left_out}))
+
+
+def _gptj(sizes: dict[str, Any]) -> Any:
+    """With a bias behind its unembedding."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    model = GPTJForCausalLM(
+        GPTJConfig(
+            n_embd=sizes["hidden_size"], n_head=4, n_layer=2, n_positions=MAX_LEN, rotary_dim=8, n_inner=96,
+            **{key: sizes[key] for key in ("vocab_size", "initializer_range", "tie_word_embeddings", "eos_token_id")},
+        )
+    )  # fmt: skip
+    torch.nn.init.normal_(model.lm_head.bias, std=2.0)
+    return model
+
+
+MODELS = {
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "granite": _granite,
+    "cohere": _cohere,
+    "gemma2": _gemma2,
+    "gpt_neox": _gpt_neox,
+    "gptj": _gptj,
+}
 
 
 def save_model(kind: str, folder: Path, **sizes: Any) -> None:

@@ -7,6 +7,7 @@ from vllm_medusa.commands.calibrate import calibrate
 from vllm_medusa.commands.convert import convert
 from vllm_medusa.commands.demo import demo
 from vllm_medusa.commands.doctor import doctor
+from vllm_medusa.commands.engine_options import SETTINGS, EngineCommand
 from vllm_medusa.commands.inspect import inspect
 from vllm_medusa.commands.page import PageCommand, PageGroup
 from vllm_medusa.commands.train import train
@@ -19,7 +20,9 @@ app = typer.Typer(
     help="Medusa speculative decoding for vLLM: a tree of guesses is checked in one pass, the same tokens come sooner.",
 )
 for command in (demo, bench, train, calibrate, convert, inspect, doctor):
-    app.command(cls=PageCommand)(command)
+    takes_vllms = command in (train, calibrate)
+    kind = EngineCommand if takes_vllms else PageCommand
+    app.command(cls=kind, context_settings=SETTINGS if takes_vllms else None)(command)
 
 if __name__ == "__main__":
     app()

@@ -18,6 +18,7 @@ from vllm_medusa.heads.coupling import Perturb, coupled_candidates
 from vllm_medusa.heads.loading import after_loading
 from vllm_medusa.heads.model import Candidates, MedusaHeads
 from vllm_medusa.heads.parts import TargetPart
+from vllm_medusa.heads.target import find_matrices
 from vllm_medusa.tree.growth import grow_static
 from vllm_medusa.tree.lookup import Expected
 from vllm_medusa.tree.mixture import grow_mixture
@@ -288,7 +289,7 @@ def _widen(draft: TreeDraft, width: int) -> TreeDraft:
 
 def _matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
     """Unembedding and embedding [V, H] of a target; either stands in for the other where there is but one."""
-    unembedding, embedding = _weight(model, "lm_head"), _weight(model, "embed_tokens")
+    unembedding, embedding = (_weight(module) for module in shared_modules(model))
     embedding = unembedding if embedding is None else embedding
     unembedding = embedding if unembedding is None else unembedding
     if unembedding is None or embedding is None:
@@ -298,9 +299,8 @@ def _matrices(model: nn.Module) -> tuple[Tensor, Tensor]:
     return unembedding, embedding
 
 
-def _weight(model: nn.Module, name: str) -> Tensor | None:
-    """The weight [V, H] of the first module of the target whose last name is `name`, without the host's padding."""
-    module = module_named(model, name)
+def _weight(module: Any) -> Tensor | None:
+    """The weight [V, H] of a module, without the host's padding; None: it has no plain one."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None
@@ -308,9 +308,17 @@ def _weight(model: nn.Module, name: str) -> Tensor | None:
     return weight.data[: getattr(module, "org_vocab_size", None)]
 
 
-def module_named(model: nn.Module, name: str) -> Any:
-    """The first module of a target whose last name is `name`; None: there is none."""
-    module = getattr(model, name, None)
-    if module is None:
-        module = next((found for path, found in model.named_modules() if path.rsplit(".", 1)[-1] == name), None)
-    return module
+def shared_modules(model: nn.Module) -> tuple[Any, Any]:
+    """The modules of a target that are its unembedding and its token embedding, without what adapters wrap them in.
+
+    None: there is none. Found as in the target's files (`find_matrices`).
+    """
+    modules = {name: getattr(found, "base_layer", found) for name, found in model.named_modules(remove_duplicate=False)}
+    # Whatever multiplies: a quantized layer may have no `weight`, a block around layers has no method of its own.
+    layers = {
+        name: module
+        for name, module in modules.items()
+        if hasattr(module, "quant_method") or isinstance(getattr(module, "weight", None), Tensor)
+    }
+    unembedding, embedding = find_matrices(layers)
+    return layers.get(unembedding or ""), layers.get(embedding or "")

@@ -240,6 +240,16 @@ def test_a_model_without_heads_is_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+def test_accelerators_that_guess_one_token_after_the_other_are_named(tmp_path: Path) -> None:
+    """IBM's MLPSpeculator, as its repositories lie on the hub."""
+    tensors = {f"{part}.0.weight": torch.ones(8, 8) for part in ("emb", "proj", "head", "ln")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MedusaError, match=r"model_type='mlp_speculator': its heads read the token .*vllm-medusa train"):
+        load_heads(tmp_path)
+
+
 def test_a_gap_between_heads_or_layers_is_named(tmp_path: Path) -> None:
     state = reference_heads(layers=2).state_dict()
     for missing in ("1.0.linear.weight", "2.1.linear.weight"):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from device_engines import NODES, DeviceOracle, Steps, any_tree, drafting, engine
 from engines import VOCAB, Engine, random_prompts
+from recorded_runs import record as record
 from waiting import NoWaiting
 
 from vllm_medusa.tree.topology import Tree

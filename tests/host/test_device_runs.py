@@ -284,6 +284,16 @@ def test_random_batches(ask: Ask, seed: int) -> None:
     assert run["differences"] == []
 
 
+@MOSTLY_ASYNC
+def test_rows_are_recorded_without_waiting_for_tokens(ask: Ask, tmp_path: Path, is_async: bool) -> None:
+    """For training (V1: tests/training/test_recording.py): prompts in pieces, preemption, answers that end early."""
+    room = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 7, "max_model_len": 192}
+    run = ask("record", tmp_path, is_async, **room)
+    assert run["v2"] and run["answers"] == 7 and run["preempted"]
+    assert run["right"] > 0.97, "rounded to bfloat16, the second best may come out ahead"
+    assert run["said"] < 1e-3
+
+
 def test_the_host_has_what_we_use(ask: Ask) -> None:
     assert ask("contract", pair=()) == []
 

@@ -1,5 +1,6 @@
-"""The two benchmarks of heads run, on next to nothing, and print tables."""
+"""The benchmarks of heads run, on next to nothing, and print tables."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -25,3 +26,13 @@ def test_memory_of_training(repository: Path, tmp_path: Path) -> None:
     found = names["measure"](names["Case"](tmp_path, "mixed", 1, 512))
     assert (found.rows, found.steps) == (480, 1)
     assert found.start > 0 and 0 < found.opened <= found.peak
+
+
+def test_speed_of_training(repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    script = repository / "benchmarks" / "training_speed.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--steps", "1", "--draft-vocab", "256"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
+    assert found["processes"] == 1 and found["rows_per_second"] > 0

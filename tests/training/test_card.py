@@ -46,3 +46,16 @@ def test_how_they_were_made() -> None:
 
 def test_heads_of_unknown_origin_get_a_card_too() -> None:
     assert "# Medusa heads for some/model" in card()
+
+
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        ({"replayed": 2.0, "served": 1.95, "prompts": 32}, "1.95 tokens a step in vLLM, 2.00 replayed, on 32 prompts."),
+        ({"replayed": 2.0, "served": 1.8, "prompts": 32}, "THEY DIFFER"),
+        ({"failed": "no memory"}, "Not compared with serving: no memory."),
+    ],
+)
+def test_what_serving_brought(served: dict[str, object], words: str) -> None:
+    text = card({"served": served})
+    assert words in text and ("DIFFER" in words) == ("DIFFER" in text)

@@ -1,7 +1,9 @@
 """Answers recorded shard by shard: a killed run goes on, temperatures are passes, wrong rows are noticed."""
 
 import json
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.training.data import AnswerOptions, record_answers
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.data import record_answers
 from vllm_medusa.training.hidden import HiddenRows, RowWriter
 
 OPTIONS = AnswerOptions(max_new_tokens=3, max_model_len=16, shard_size=2, seed=5)
@@ -30,13 +33,13 @@ class FakeLLM:
 
     def collective_rpc(self, method: str, kwargs: dict[str, str] | None = None) -> list[Any]:
         if method == "start_recording":
-            self.folder = Path((kwargs or {})["folder"])
+            self.writer, self.names = RowWriter(Path((kwargs or {})["folder"]), 4), []
             return [None]
-        return [self.names]
+        self.writer.close()
+        return [[], self.names]  # as of two pipeline stages
 
     def generate(self, prompts: Sequence[dict[str, list[int]]], params: Sequence[Any], use_tqdm: bool) -> list[Any]:
-        writer = RowWriter(self.folder, 4)
-        outputs, self.names = [], []
+        outputs = []
         for prompt, param in zip(prompts, params, strict=True):
             if self.fail_after is not None and len(self.generated) >= self.fail_after:
                 raise KeyboardInterrupt
@@ -46,10 +49,10 @@ class FakeLLM:
             self.generated.append(ids)
             self.params.append(param)
             self.names.append(f"{number}-abc")  # vLLM's suffix
+            said = len(self.names) - 1
             written = [answer[0], 99, answer[2]] if self.spoil else answer
-            writer.append([len(outputs)] * 3, [0, 1, 2], written, torch.zeros(3, 4))
+            self.writer.append([said] * 3, [0, 1, 2], written, torch.zeros(3, 4))
             outputs.append(SimpleNamespace(request_id=str(number), outputs=[SimpleNamespace(token_ids=answer)]))
-        writer.close()
         return outputs
 
 
@@ -121,3 +124,61 @@ def test_another_temperature_may_be_added_later_but_none_changed(answer: Callabl
 def test_prompts_that_leave_no_room_are_left_out(answer: Callable[..., list[Path]]) -> None:
     with pytest.raises(MedusaError, match="max_model_len=4"):
         answer(FakeLLM(), ["10"], AnswerOptions(max_new_tokens=3, max_model_len=4))
+
+
+def test_turns_are_answered_one_behind_the_other(answer: Callable[..., list[Path]]) -> None:
+    """Prompt 20 has a second turn, which is shown what the first brought; another would leave no room."""
+    llm = FakeLLM()
+    shown: list[tuple[int, list[list[int]]]] = []
+
+    def follow(prompt: int, answers: Sequence[Sequence[int]]) -> list[int] | None:
+        shown.append((prompt, [list(said) for said in answers]))
+        return None if prompt == 0 or len(answers) == 3 else [answers[-1][-1]] * (4 if len(answers) == 1 else 14)
+
+    shards = answer(llm, ["10", "20"], follow=follow)
+    assert llm.generated == [[10, 10], [20, 20], [23] * 4]
+    assert shown == [(0, [[11, 12, 13]]), (1, [[21, 22, 23]]), (1, [[21, 22, 23], [24, 25, 26]])]
+    rows = HiddenRows.open(shards)
+    assert rows.tokens.tolist() == [11, 12, 13, 21, 22, 23, 24, 25, 26] and rows.sequences[-1] == 2
+    assert len({param.seed for param in llm.params}) == 3
+    assert json.loads((shards[0] / "done.json").read_text())["answers"] == 3
+
+
+CLAIMER = """
+import sys, time
+from pathlib import Path
+from vllm_medusa.training.claims import Claim
+with Claim(Path(sys.argv[1])) as claim:
+    print(claim.take(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_shard_that_another_process_makes_is_left_to_it_until_that_dies(
+    answer: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    lock = tmp_path / "answers" / "shard-0000.lock"
+    half = tmp_path / "answers" / "shard-0000.elsewhere-1.partial"
+    with subprocess.Popen([sys.executable, "-c", CLAIMER, str(lock)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "True\n"
+        half.mkdir()
+        llm = FakeLLM()
+        threading.Timer(1.0, other.kill).start()
+        shards = answer(llm, ["10", "20", "30", "40", "50"])
+        assert [ids[0] for ids in llm.generated] == [30, 40, 50, 10, 20], "others first, the dead one's at the end"
+    assert HiddenRows.open(shards).tokens.tolist() == [start + i for start in (10, 20, 30, 40, 50) for i in (1, 2, 3)]
+    assert not half.exists()
+
+
+def test_a_shard_that_another_process_is_likely_to_finish_counts(
+    answer: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    """Enough is being made: nothing is made too much, and what the other brings is waited for."""
+    lock = tmp_path / "answers" / "shard-0000.lock"
+    options = replace(OPTIONS, max_new_tokens=3)
+    with subprocess.Popen([sys.executable, "-c", CLAIMER, str(lock)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "True\n"
+        threading.Timer(1.0, other.kill).start()
+        llm = FakeLLM()
+        shards = answer(llm, ["10", "20", "30", "40"], options, max_tokens=3)
+    assert [ids[0] for ids in llm.generated] == [10, 20] and len(shards) == 1

@@ -18,6 +18,7 @@ from tiny_targets import save_model
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.served import Comparison
 
 LONG = pytest.mark.skipif(not os.environ.get("MEDUSA_LONG"), reason="an engine in a process of its own, for each kind")
 pytestmark = [pytest.mark.slow, LONG]
@@ -25,8 +26,15 @@ pytestmark = [pytest.mark.slow, LONG]
 WITH_PICTURES = [kind for kind in KINDS if kind.values[0] in ("paddleocr_vl", "qwen3_vl")]  # M-RoPE
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", *WITH_PICTURES])
-def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None:
+KINDS_AND_MORE = [
+    *((kind, "") for kind in ("mixtral", "gpt_oss", "granite", "cohere", "gemma2")),
+    *(pytest.param(*kind.values, "", marks=kind.marks, id=kind.id) for kind in WITH_PICTURES),
+    *(("llama", f"--{way}-parallel-size 2") for way in ("tensor", "pipeline")),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS_AND_MORE)
+def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str, more: str) -> None:
     """Rows are those whose product with the unembedding chose the tokens; the first head learns what comes next."""
     model, out, prompts = tmp_path / "model", tmp_path / "heads", tmp_path / "prompts.jsonl"
     _save(kind, model)
@@ -34,20 +42,28 @@ def test_from_prompts_to_heads_that_are_right(tmp_path: Path, kind: str) -> None
     prompts.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in questions))
     command = [
         *(sys.executable, "-m", "vllm_medusa.cli", "train", "--model", model, "--prompts", prompts, "--out", out),
-        *("--held-out", "6", "--max-tokens", "4000", "--epochs", "60", "--batch-size", "64"),
+        *("--held-out", "6", "--max-tokens", "4000", "--max-answer-tokens", "160"),
+        *("--epochs", "60", "--batch-size", "64"),
         *("--trunk-size", "64", "--num-heads", "2", "--learning-rate", "0.005", "--enforce-eager"),
+        *more.split(),
     ]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=540)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = HiddenRows.open(sorted(path.parent for path in out.with_name("heads-rows").rglob("store.json")))
-    unembedding, _ = read_target(model)
+    target = read_target(model)
     hidden = rows.gather(np.arange(len(rows))).float()
-    chosen = (hidden @ unembedding.float().T).argmax(1).numpy() == rows.tokens
+    chosen = target.logits(hidden).argmax(1).numpy() == rows.tokens
     assert len(rows) > 1000
     assert chosen.mean() > 0.95, "in bfloat16 the second best may come out ahead"
     heads = load_heads(out).bfloat16()
-    heads.bind(*(matrix.bfloat16() for matrix in read_target(model)))
+    assert heads.config.training is not None
+    if "pipeline" in more:  # trees are not served there
+        assert "pipeline" in heads.config.training["served"]["failed"]
+    else:
+        served = Comparison(**heads.config.training["served"])
+        assert served.agrees and f"{served.served:.2f} tokens a step in vLLM" in (out / "README.md").read_text()
+    heads.bind(*target.to("cpu", torch.bfloat16).matrices)
     guesses, _ = heads.candidates(hidden.bfloat16(), torch.from_numpy(rows.tokens.astype(np.int64)), 1)
     wanted = rows.targets(1)[:, 0]
     right = (guesses[:, 0, 0].numpy() == wanted)[wanted >= 0].mean()

@@ -10,9 +10,11 @@ import torch
 
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.lessons import Lessons
-from vllm_medusa.training.loop import LoopOptions, draft_targets, train_heads
+from vllm_medusa.training.loop import draft_targets, train_heads
+from vllm_medusa.training.step import LoopOptions
 from vllm_medusa.training.teacher import Teacher, make_teacher
 
 HIDDEN, VOCAB = 16, 24
@@ -41,7 +43,7 @@ def test_the_teacher_is_the_targets_own_distribution(
     record: Callable[..., HiddenRows], heads: MedusaHeads, target: torch.Tensor, tmp_path: Path
 ) -> None:
     rows = record([[1, 2, 3], [4, 5]])
-    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    teacher = make_teacher(Target(target, target), heads.token_map, rows, tmp_path)
     wanted = (rows.gather(np.arange(5)).float() @ target[:20].T).softmax(-1)
     assert teacher.tokens.shape == (5, 16)
     assert bool((np.diff(teacher.shares.astype(np.float32), axis=1) <= 0).all())
@@ -54,11 +56,13 @@ def test_the_target_is_asked_once(
 ) -> None:
     rows = record([[1, 2, 3]])
     asked: list[int] = []
-    make_teacher(target, heads.token_map, rows, tmp_path, lambda done, _: asked.append(done))
+    make_teacher(Target(target, target), heads.token_map, rows, tmp_path, lambda done, _: asked.append(done))
     (tmp_path / "half.tokens.partial").write_bytes(b"of a killed run")
-    again = make_teacher(target, heads.token_map, rows, tmp_path, lambda done, _: asked.append(done))
+    again = make_teacher(Target(target, target), heads.token_map, rows, tmp_path, lambda done, _: asked.append(done))
     assert asked == [3] and len(again.tokens) == 3
-    make_teacher(target, heads.token_map, record([[1, 2, 4]]), tmp_path, lambda done, _: asked.append(done))
+    make_teacher(
+        Target(target, target), heads.token_map, record([[1, 2, 4]]), tmp_path, lambda done, _: asked.append(done)
+    )
     assert asked == [3, 3]  # other rows, other distributions
 
 
@@ -66,7 +70,7 @@ def test_a_head_learns_from_the_row_that_produced_its_token(
     record: Callable[..., HiddenRows], heads: MedusaHeads, target: torch.Tensor, tmp_path: Path
 ) -> None:
     rows = record([[1, 2, 22, 3], [4, 5]])  # 22 is outside the draft vocabulary
-    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    teacher = make_teacher(Target(target, target), heads.token_map, rows, tmp_path)
     targets = draft_targets(rows, heads)
     where, produced = np.arange(6), dense(teacher, 6)
 
@@ -99,7 +103,7 @@ def test_rows_that_teach_nothing_are_left_out(
     rows = record([[1, 22], [3], [4, 5, 6]])
     targets = draft_targets(rows, heads)
     assert Lessons(targets).useful().tolist() == [3, 4]
-    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    teacher = make_teacher(Target(target, target), heads.token_map, rows, tmp_path)
     assert Lessons(targets, "kl", teacher).useful().tolist() == [0, 3, 4]
 
 
@@ -113,7 +117,7 @@ def test_heads_learn_from_distributions(record: Callable[..., HiddenRows], tmp_p
     heads.bind(target, target)
     answers = [[(start + 3 * i) % VOCAB for i in range(12)] for start in range(VOCAB)] * 3
     rows = record(answers, [target[torch.tensor(answer)] for answer in answers])
-    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    teacher = make_teacher(Target(target, target), heads.token_map, rows, tmp_path)
     options = LoopOptions(epochs=30, batch_size=64, learning_rate=5e-3, loss=loss)  # type: ignore[arg-type]
     train_heads(heads, rows, options, teacher=teacher)
     start = torch.arange(VOCAB)
@@ -133,7 +137,7 @@ def test_pages_of_rows_and_distributions_are_given_back_while_training(
     times: int,
 ) -> None:
     rows = walks(180, 1)  # 1980 rows teach
-    teacher = make_teacher(target, heads.token_map, rows, tmp_path)
+    teacher = make_teacher(Target(target, target), heads.token_map, rows, tmp_path)
     given = {HiddenRows: 0, Teacher: 0}
 
     def count(kind: Any) -> None:

@@ -11,7 +11,8 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.hidden import HiddenRows
-from vllm_medusa.training.loop import LoopOptions, choose_draft_vocab, draft_targets, start_trunk, train_heads
+from vllm_medusa.training.loop import choose_draft_vocab, draft_targets, train_heads
+from vllm_medusa.training.step import LoopOptions, start_trunk
 
 VOCAB = 24
 Walks = Callable[[int, int], HiddenRows]

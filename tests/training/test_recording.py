@@ -14,8 +14,12 @@ import pytest
 import torch
 from tiny_llama import make_llama
 
-from vllm_medusa.training.data import RECORDER, AnswerOptions, record_answers
+from vllm_medusa.heads.target import read_target
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.data import read_facts, record_answers
+from vllm_medusa.training.engine import RECORDER
 from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.said import Said
 
 VOCAB, HIDDEN = 160, 64
 
@@ -33,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_rows_are_those_that_chose_the_tokens(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Callable[[int], list[list[int]]]
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # V2: tests/host/test_device_runs.py
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
@@ -45,7 +49,6 @@ def test_rows_are_those_that_chose_the_tokens(
         skip_tokenizer_init=True,
         enforce_eager=True,
         worker_cls=RECORDER,
-        async_scheduling=False,
         max_model_len=256,
         block_size=32,
         max_num_seqs=5,  # requests wait for each other
@@ -67,6 +70,10 @@ def test_rows_are_those_that_chose_the_tokens(
     rows = HiddenRows.open(shards)
     assert preempted, "the cache was large enough for all: make it smaller"
     assert len(shards) == 2 and len(np.unique(rows.sequences)) == 12
+    assert len(rows) == sum(read_facts(shard)["tokens"] for shard in shards), "a token has one row"
+    for shard in shards:  # what vLLM said itself, by the layers it serves with
+        said = Said.read(shard)
+        assert said is not None and len(said.rows) and said.distance(read_target(model.folder)) < 1e-3
     hidden = rows.gather(np.arange(len(rows))).float()
     with torch.inference_mode():
         logits = model.llama.lm_head(hidden)
@@ -96,10 +103,7 @@ def prompts() -> Callable[[int], list[list[int]]]:
 def test_a_worker_ends_when_its_owner_is_gone() -> None:
     """However the owner went: the host's own processes would work on for nobody, into a folder that may be in use."""
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    code = (
-        "from vllm_medusa.host.recording import _end_with; "
-        f"print('up', flush=True); _end_with({owner.pid}, {owner.pid})"
-    )
+    code = f"from vllm_medusa.host.owned import end_with; print('up', flush=True); end_with({owner.pid}, {owner.pid})"
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout is not None

@@ -10,7 +10,7 @@ from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.calibrate import fit_temperatures, guess, rank_accuracy
 from vllm_medusa.training.hidden import HiddenRows
-from vllm_medusa.training.replay import replay
+from vllm_medusa.training.replay import PLACE_NODES, PLACES, accepted_by_dynamic, replay, replay_by_place
 from vllm_medusa.tree.growth import grow_dynamic, grow_static
 from vllm_medusa.tree.topology import Tree
 
@@ -81,3 +81,29 @@ def test_larger_trees_never_accept_less(heads: MedusaHeads, rows: HiddenRows) ->
     # A larger tree holds the smaller one, but jumps change where steps start: allow for a step or two of 250 tokens.
     for kind in ("static", "dynamic"):
         assert found[f"{kind}-2"] <= found[f"{kind}-8"] + 0.02 <= found[f"{kind}-32"] + 0.04
+
+
+def test_lengths_by_place_are_those_of_the_steps_that_start_there(
+    record: Callable[..., HiddenRows], heads: MedusaHeads
+) -> None:
+    rng = np.random.default_rng(5)
+    answers = [rng.integers(0, VOCAB, int(length)).tolist() for length in (700, 420, 90, 650)]
+    rows = record(answers)
+    guesses = guess(heads, rows, heads.config.top_k, [1.0] * heads.config.num_heads)
+    guesses.hits[:] = rng.random(guesses.hits.shape) < 0.15  # as if heads knew something
+    late = rows.positions >= 600
+    guesses.hits[late] = False  # but for long answers
+    found = replay_by_place(guesses, rows)
+    assert set(found) == set(PLACES)
+    assert found["beyond"] == pytest.approx(1.0, abs=0.02) and found["first 160"] > 1.3
+    accepted = accepted_by_dynamic(PLACE_NODES, guesses)
+    starts, at = [], 0
+    while at < len(rows) - 1:  # all of it once more, a row at a time
+        if rows.sequences[at + 1] != rows.sequences[at]:
+            at += 1
+            continue
+        left = int((rows.sequences[at + 1 :] == rows.sequences[at]).sum())
+        starts.append((int(rows.positions[at]), min(int(accepted[at]) + 1, left)))
+        at += starts[-1][1]
+    here = [jump for place, jump in starts if 400 <= place < 600]
+    assert found["400 to 600"] == pytest.approx(np.mean(here), abs=1e-3)

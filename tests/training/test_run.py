@@ -15,13 +15,21 @@ from vllm_medusa.heads.checkpoint import load_heads, read_config
 from vllm_medusa.heads.config import HeadsConfig
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training import recorded, run
-from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.conversation import Conversation
 from vllm_medusa.training.hidden import RowWriter
-from vllm_medusa.training.loop import LoopOptions
 from vllm_medusa.training.options import TrainOptions, parse_temperatures
 from vllm_medusa.training.run import train
+from vllm_medusa.training.step import LoopOptions
 
 VOCAB, HIDDEN = 24, 16
+
+
+class Numbers:
+    """A chat template for prompts that are numbers."""
+
+    def ask(self, prompt: Conversation, answers: Sequence[Sequence[int]] = ()) -> list[int] | None:
+        return None if answers else [int(prompt.key)]
 
 
 @pytest.fixture
@@ -41,6 +49,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.Tenso
         return [shard]
 
     monkeypatch.setattr(recorded, "record_answers", record)
+    monkeypatch.setattr(recorded, "open_chat", lambda _: Numbers())
     monkeypatch.setattr(recorded, "render_prompts", lambda _, prompts: [[int(prompt)] for prompt in prompts])
     model = tmp_path / "model"
     model.mkdir()

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.training import self_prompts
-from vllm_medusa.training.data import AnswerOptions
+from vllm_medusa.training.answering import AnswerOptions
 from vllm_medusa.training.self_prompts import invent_prompts, opening, usable
 
 

@@ -18,7 +18,7 @@ def export_heads(heads: str, model: str, folder: Path) -> int:
     from vllm_medusa.heads.target import read_target
 
     loaded = load_heads(locate_heads(heads))
-    unembedding = read_target(locate_heads(model))[0] if loaded.config.unembedding == "target" else None
+    unembedding = read_target(locate_heads(model)).unembedding if loaded.config.unembedding == "target" else None
     save_vllm(loaded, folder, unembedding)
     return loaded.config.num_heads
 

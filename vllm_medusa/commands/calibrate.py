@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_medusa.commands.engine_options import engine_arguments
 from vllm_medusa.commands.options import JsonOption, ModelOption, VerboseOption, readable_errors
 from vllm_medusa.defaults import default_model
 
@@ -33,12 +34,14 @@ def calibrate(
     """Measure how often heads are right on your prompts, and make their probabilities honest.
 
     The target answers the prompts; accuracy by head and rank and a temperature per head go into the heads' config.
+
+    Engine arguments of `vllm serve` are handed on as they are: --tensor-parallel-size, --quantization, --revision, ...
     """
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_medusa.training.answering import AnswerOptions
     from vllm_medusa.training.calibration_picture import draw_calibration
     from vllm_medusa.training.calibration_run import CalibrateOptions, run_calibration
-    from vllm_medusa.training.data import AnswerOptions
     from vllm_medusa.tree.drawing import new_figure
 
     console = Console()
@@ -53,7 +56,7 @@ def calibrate(
             num_speculative_tokens=num_speculative_tokens,
             work=work,
             measure_cost=cost,
-            answers=AnswerOptions(max_new_tokens=max_tokens, shard_size=64),
+            answers=AnswerOptions(max_new_tokens=max_tokens, shard_size=64, engine=engine_arguments()),
         )
         report = run_calibration(options, console)
         console.print(report.tables())

@@ -112,7 +112,7 @@ def _belongs(file: Path) -> bool:
 
 def _fit(heads: MedusaHeads, model: str) -> Tensor:
     """The target's unembedding [V, H] in the heads' number format; V and the target's name go into their config."""
-    unembedding, _ = read_target(locate_target(model))
+    unembedding = read_target(locate_target(model)).unembedding
     vocab_size, hidden_size = unembedding.shape
     check_heads(heads.config, hidden_size, vocab_size)
     known = {"vocab_size": heads.config.vocab_size or vocab_size}

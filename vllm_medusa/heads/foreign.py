@@ -19,6 +19,8 @@ from vllm_medusa.heads.storage import Shape
 Plan = dict[str, list[str]]
 # Under this key of others' config.json stands our whole config, where we know more than theirs can say (calibration).
 EMBEDDED = "vllm_medusa"
+# Kinds that guess one token after the other: IBM's accelerators, which vLLM served up to 0.32.
+_SEQUENTIAL = ("mlp_speculator",)
 _SAME_TRAINING = "give config and weights of the same training"
 
 
@@ -33,6 +35,12 @@ def read_foreign(raw: Mapping[str, Any], shapes: Mapping[str, Shape], where: str
     Raises:
         MedusaError: what is missing or contradicts itself, by key, value and fix.
     """
+    if raw.get("model_type") in _SEQUENTIAL:
+        fix = (
+            "its heads read the token that the head before them guessed, so they would be asked anew for every node "
+            "of a tree, which is not done here; train heads of this target: vllm-medusa train --model MODEL"
+        )
+        raise MedusaError.of(f"{where}: model_type", raw["model_type"], fix)
     layout = find_layout(shapes, raw, where)
     embedded = raw.get(EMBEDDED)
     if embedded is not None and not isinstance(embedded, dict):

@@ -40,19 +40,24 @@ def locate_heads(
     return folder
 
 
-def locate_target(model: str) -> Path:
+def locate_target(
+    model: str, *, revision: str | None = None, cache: str | None = None, token: bool | str | None = None
+) -> Path:
     """The folder on this machine that holds the whole model `model` names: weights, tokenizer, chat template.
 
     Args:
         model: a folder, or a hub id. Weights in pickles are downloaded only where there are no others.
+        revision, cache, token: as in `locate_heads`.
 
     Raises:
         MedusaError: neither a folder nor a repository that can be reached.
     """
-    folder = _locate(model, _TARGET_FILES, "the folder of a Hugging Face model")
+    options = {"revision": revision, "cache_dir": cache, "token": token}
+    asked = {name: value for name, value in options.items() if value is not None}
+    folder = _locate(model, _TARGET_FILES, "the folder of a Hugging Face model", asked)
     if any(folder.glob("*.safetensors")) or os.path.isdir(os.path.expanduser(model)):
         return folder
-    return _locate(model, (*_TARGET_FILES, "*.bin"), "the folder of a Hugging Face model")
+    return _locate(model, (*_TARGET_FILES, "*.bin"), "the folder of a Hugging Face model", asked)
 
 
 def is_hub_id(model: str) -> bool:

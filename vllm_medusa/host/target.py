@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.parts import TargetPart
 from vllm_medusa.host.ranks import gather
-from vllm_medusa.proposer import module_named
+from vllm_medusa.proposer import shared_modules
 
 _PLAIN = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
 
@@ -23,7 +23,7 @@ def part_of(model: nn.Module) -> TargetPart | None:
     Raises:
         MedusaError: it is not, and the host's layers for it are of a kind that we do not know.
     """
-    found = {name: _layer(model, name) for name in ("lm_head", "embed_tokens")}
+    found = dict(zip(("lm_head", "embed_tokens"), shared_modules(model), strict=True))
     layers = {name: layer for name, layer in found.items() if layer is not None}
     ranks = get_tp_group().world_size
     if ranks == 1 and all(_plain(layer) is not None for layer in layers.values()):
@@ -66,12 +66,6 @@ def _part(unembedding: Any, embedding: Any) -> TargetPart:
         embed=embed,
         gather=gather,
     )
-
-
-def _layer(model: nn.Module, name: str) -> Any:
-    """The first module of the target whose last name is `name`, without what adapters wrap it in; None: none."""
-    module = module_named(model, name)
-    return getattr(module, "base_layer", module)
 
 
 def _plain(layer: Any) -> Tensor | None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +22,13 @@ from vllm_medusa.errors import MedusaError
 from vllm_medusa.heads.checkpoint import check_heads, load_heads, save_calibration
 from vllm_medusa.heads.config import Calibration
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.heads.source import locate_heads, locate_target
+from vllm_medusa.heads.source import locate_heads
 from vllm_medusa.heads.target import read_target
 from vllm_medusa.progress import stage
+from vllm_medusa.training.answering import AnsweringEngine, AnswerOptions, find_target, fit_to_model
 from vllm_medusa.training.calibrate import measure, reliability
 from vllm_medusa.training.calibration_report import CalibrationReport
-from vllm_medusa.training.data import AnsweringEngine, AnswerOptions, fit_to_model, record_answers
+from vllm_medusa.training.data import record_answers
 from vllm_medusa.training.hidden import HiddenRows
 from vllm_medusa.training.prompts import read_prompts, render_prompts
 from vllm_medusa.training.replay import replay_guesses
@@ -70,7 +71,7 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
         MedusaError: heads that do not fit the model, prompts that cannot serve, a folder that cannot be written.
     """
     console = console or Console(quiet=True)
-    folder, model = locate_heads(options.heads), str(locate_target(options.model))
+    folder, model = locate_heads(options.heads), str(find_target(options.model, options.answers))
     heads = _bound(folder, model)
     options = replace(options, answers=fit_to_model(model, options.answers))
     if not os.access(folder / "config.json", os.W_OK):
@@ -86,12 +87,12 @@ def run_calibration(options: CalibrateOptions, console: Console | None = None) -
 
 def _bound(folder: Path, model: str) -> MedusaHeads:
     """The heads in bfloat16, tied to their target."""
-    unembedding, embedding = read_target(model)
+    target = read_target(model)
     heads = load_heads(folder)
-    check_heads(heads.config, unembedding.shape[1], unembedding.shape[0])
+    check_heads(heads.config, target.unembedding.shape[1], target.unembedding.shape[0])
     device = _platform()
     heads.to(device, torch.bfloat16)
-    heads.bind(unembedding.to(device, torch.bfloat16), embedding.to(device, torch.bfloat16))
+    heads.bind(*target.to(device, torch.bfloat16).matrices)
     return heads
 
 
@@ -99,7 +100,7 @@ def _bound(folder: Path, model: str) -> MedusaHeads:
 def _work(options: CalibrateOptions, model: str, prompts: list[str]) -> Iterator[Path]:
     if options.work is not None:
         # One folder for each way of answering: rows of another model or other prompts are never mixed in.
-        asked = json.dumps([str(Path(model).resolve()), prompts, asdict(options.answers)])
+        asked = json.dumps([str(Path(model).resolve()), prompts, options.answers.recipe()])
         yield options.work / hashlib.sha256(asked.encode()).hexdigest()[:16]
         return
     with tempfile.TemporaryDirectory(prefix="vllm-medusa-") as folder:

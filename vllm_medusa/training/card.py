@@ -3,6 +3,8 @@
 from typing import Any
 
 from vllm_medusa.heads.config import HeadsConfig
+from vllm_medusa.training.replay import PLACE_NODES, PLACES
+from vllm_medusa.training.served import NODES, Comparison
 
 _RANKS = (1, 2, 3, 5, 10)
 _UNEMBEDDING = {
@@ -32,6 +34,8 @@ def model_card(config: HeadsConfig, notes: str = "") -> str:
         "## How good they are",
         _accuracy(config),
         _replay(facts),
+        _places(facts),
+        _served(facts),
         notes.strip(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -98,3 +102,27 @@ def _replay(facts: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |")
     about = "Mean accepted length, tokens per step with the bonus token counted, from replayed greedy answers:"
     return about + "\n\n" + "\n".join(lines)
+
+
+def _places(facts: dict[str, Any]) -> str:
+    """Whether heads decline with the length of answers."""
+    found: dict[str, dict[str, float]] = facts.get("accepted_length_by_place", {})
+    known = [name for name in PLACES if any(name in row for row in found.values())]
+    if len(known) < 2:
+        return ""
+    lines = [f"| answers to | {' | '.join(known)} |", "| --- " * (len(known) + 1) + "|"]
+    for name, row in found.items():
+        lines.append(f"| {name} | {' | '.join(f'{row[place]:.2f}' if place in row else '' for place in known)} |")
+    about = f"The same by place in the answer, in tokens (dynamic trees of {PLACE_NODES} nodes):"
+    return about + "\n\n" + "\n".join(lines)
+
+
+def _served(facts: dict[str, Any]) -> str:
+    """What serving brought of what the replay promises."""
+    served: dict[str, Any] = facts.get("served", {})
+    if not served:
+        return ""
+    if "failed" in served:
+        return f"Not compared with serving: {served['failed']}."
+    found = Comparison(**served)
+    return f"Served with dynamic trees of {NODES} nodes, by the heads alone: {found.in_words()}."

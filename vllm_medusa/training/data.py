@@ -2,7 +2,8 @@
 
 Medusa heads guess what *this* target says next, so they learn from its own answers (Cai et al. 2024, arXiv:2401.10774,
 section 2.3.2), greedy or sampled. Answers are made in shards; a shard that is finished carries
-a `done.json` and is never made again, so a killed run goes on where it stopped.
+a `done.json` and is never made again, so a killed run goes on where it stopped. Several processes may fill one folder:
+each claims the shard that it makes (claims.py).
 """
 
 import json
@@ -10,34 +11,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.progress import stage
-from vllm_medusa.quota import usable_cores
-from vllm_medusa.training.hidden import HiddenRows
+from vllm_medusa.training.answering import AnsweringEngine, AnswerOptions, leaves_room
+from vllm_medusa.training.claims import Claim
+from vllm_medusa.training.hidden import fill_tokens
 
-RECORDER = "vllm_medusa.host.recording.RecordingWorker"
 DONE = "done.json"
+_LOOK_AGAIN = 1.0  # seconds
+_SEEDS_OF_A_TURN = 2**26
 
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """How the target answers: lengths in tokens, `batch_size` requests at once, `shard_size` prompts per shard."""
-
-    max_new_tokens: int = 160
-    max_model_len: int = 1024
-    batch_size: int = 128
-    shard_size: int = 512
-    temperatures: tuple[float, ...] = (0.0,)  # one pass over all prompts each, until there are tokens enough; 0: greedy
-    seed: int = 0
-    dtype: str = "bfloat16"
-    enforce_eager: bool = False  # do not compile the target: starts sooner, answers more slowly
+Follow = Callable[[int, Sequence[Sequence[int]]], list[int] | None]
 
 
 def record_answers(
@@ -46,18 +34,23 @@ def record_answers(
     options: AnswerOptions,
     engine: "AnsweringEngine",
     *,
+    follow: Follow = lambda prompt, answers: None,
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts_done, tokens_done: None,
 ) -> list[Path]:
     """Answer prompts in order, shard by shard, until they end or `max_tokens` answer tokens exist.
 
-    With several temperatures all prompts are answered at the first, then all again at the second, and so on.
+    With several temperatures all prompts are answered at the first, then all again at the second, and so on. Other
+    processes may do the same in the same folder at the same time: each shard is made by one of them, and what a killed
+    one had begun is made by another.
 
     Args:
         ids: token ids of each prompt (see `render_prompts`); those that leave no room for an answer are left out.
         folder: where the shards lie; those of an earlier run are kept.
         options: see AnswerOptions.
         engine: asked only if there is something left to answer.
+        follow: token ids of the next turn of prompt `prompt` (its number in `ids`) behind these answers; None: it was
+            the last one.
         max_tokens: None: no limit.
         on_progress: told after every shard.
 
@@ -67,47 +60,83 @@ def record_answers(
     Raises:
         MedusaError: no prompt leaves room; shards that were made at another temperature.
     """
-    ids = [row for row in ids if leaves_room(row, options)]
-    if not ids:
-        fix = f"no prompt leaves room for {options.max_new_tokens} new tokens in {options.max_model_len}; raise it"
-        raise MedusaError.of("max_model_len", options.max_model_len, fix)
+    asked = [(number, row) for number, row in enumerate(ids) if leaves_room(row, options)]
+    if not asked:
+        fix = f"no prompt leaves room for {options.longest_answer} new tokens in {options.longest}; raise it"
+        raise MedusaError.of("max_model_len", options.longest, fix)
+    firsts = range(0, len(asked), options.shard_size)
+    wanted = [
+        _Wanted(folder / f"shard-{number:04d}", asked[first : first + options.shard_size], t, number)
+        for number, (t, first) in enumerate(product(options.temperatures, firsts))
+    ]
+    told = 0
+    while True:
+        done, total = _finished(wanted, max_tokens, options)
+        if len(done) > told:
+            told = len(done)
+            on_progress(min(told * options.shard_size, len(asked) * len(options.temperatures)), total)
+        if len(done) == len(wanted) or (max_tokens is not None and total >= max_tokens):
+            return [shard.folder for shard in done]
+        if not _make_one(wanted, len(done), total, max_tokens, engine, options, follow):
+            time.sleep(_LOOK_AGAIN)  # others make what is left
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A shard: where it lies, its prompts by number, its temperature and its own number."""
+
+    folder: Path
+    prompts: list[tuple[int, list[int]]]
+    temperature: float
+    number: int
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / DONE).exists()
+
+    @property
+    def lock(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".lock")
+
+
+def _finished(wanted: list[_Wanted], max_tokens: int | None, options: AnswerOptions) -> tuple[list[_Wanted], int]:
+    """The first shards, as many as are there without a gap and as are wanted, and their tokens."""
     done, total = [], 0
-    firsts = range(0, len(ids), options.shard_size)
-    for number, (temperature, first) in enumerate(product(options.temperatures, firsts)):
+    for shard in takewhile(lambda shard: shard.is_done, wanted):
         if max_tokens is not None and total >= max_tokens:
             break
-        shard = folder / f"shard-{number:04d}"
-        chosen = ids[first : first + options.shard_size]
-        if not (shard / DONE).exists():
-            _record_shard(engine.llm, chosen, shard, options, temperature, number * options.shard_size)
-        facts = read_facts(shard)
-        if facts["temperature"] != temperature:
-            fix = f"{shard} was answered at {facts['temperature']}; name another work folder or delete it"
+        facts = read_facts(shard.folder)
+        if facts["temperature"] != shard.temperature:
+            fix = f"{shard.folder} was answered at {facts['temperature']}; name another work folder or delete it"
             raise MedusaError.of("temperatures", list(options.temperatures), fix)
         total += facts["tokens"]
         done.append(shard)
-        on_progress(min((number + 1) * options.shard_size, len(ids) * len(options.temperatures)), total)
-    return done
+    return done, total
 
 
-def fit_to_model(model: str, options: AnswerOptions) -> AnswerOptions:
-    """The same options, with no longer texts than the model takes, of which an answer may be half.
-
-    Args:
-        model: folder of the target.
-        options: see AnswerOptions.
-    """
-    if not (Path(model) / "config.json").is_file():
-        return options  # nothing that vLLM could start; it says so itself when it is asked
-    from vllm_medusa.host.positions import served_length
-
-    length = served_length(model, options.max_model_len)
-    return replace(options, max_model_len=length, max_new_tokens=min(options.max_new_tokens, length // 2))
-
-
-def leaves_room(ids: list[int], options: AnswerOptions) -> bool:
-    """Whether an answer fits behind a prompt."""
-    return len(ids) + options.max_new_tokens <= options.max_model_len
+def _make_one(
+    wanted: list[_Wanted],
+    first: int,
+    total: int,
+    max_tokens: int | None,
+    engine: "AnsweringEngine",
+    options: AnswerOptions,
+    follow: Follow,
+) -> bool:
+    """Make the first shard from `first` on that nobody else makes; False: there is none that will be wanted."""
+    for shard in wanted[first:]:
+        if max_tokens is not None and total >= max_tokens:
+            return False  # by what others are likely to bring
+        if shard.is_done:
+            total += read_facts(shard.folder)["tokens"]
+            continue
+        with Claim(shard.lock) as claim:
+            if claim.take():
+                if not shard.is_done:  # by now
+                    _record_shard(engine, shard, options, follow)
+                return True
+        total += len(shard.prompts) * options.longest_answer // 2
+    return False
 
 
 def read_facts(shard: Path) -> dict[str, Any]:
@@ -116,90 +145,57 @@ def read_facts(shard: Path) -> dict[str, Any]:
     return facts
 
 
-class AnsweringEngine:
-    """The target in vLLM with our recording worker: started by the first answer it is asked for, stopped on exit."""
-
-    def __init__(self, model: str, options: AnswerOptions, console: Console | None = None) -> None:
-        """`console`: where it is told that vLLM starts; None: nowhere."""
-        self._model, self._options = model, options
-        self._console = console or Console(quiet=True)
-        self._llm: Any = None
-
-    def __enter__(self) -> "AnsweringEngine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()  # its memory is wanted for training
-            self._llm = None
-
-    @property
-    def llm(self) -> Any:
-        """vLLM's LLM; the first use starts it, a minute or two."""
-        if self._llm is None:
-            # Settings vLLM reads from the environment only. The user's own values win.
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the recorder reads Model Runner V1
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
-            compiles = "" if self._options.enforce_eager else ", which compiles the model"
-            with stage(self._console, f"starting vLLM{compiles}"):
-                self._llm = self._start()
-            self._llm.collective_rpc("end_with", args=(os.getpid(),))
-        return self._llm
-
-    def _start(self) -> Any:
-        from vllm import LLM
-
-        return LLM(
-            model=self._model,
-            dtype=self._options.dtype,
-            max_model_len=self._options.max_model_len,
-            max_num_seqs=self._options.batch_size,
-            enforce_eager=self._options.enforce_eager,
-            enable_prefix_caching=False,
-            async_scheduling=False,
-            seed=self._options.seed,
-            worker_cls=RECORDER,
-        )
-
-
-def _record_shard(
-    llm: Any, ids: Sequence[list[int]], shard: Path, options: AnswerOptions, temperature: float, number: int
-) -> None:
-    """Answer `ids` into a new store; `number`, different for every shard, keeps the seeds of answers apart."""
+def _record_shard(engine: "AnsweringEngine", wanted: _Wanted, options: AnswerOptions, follow: Follow) -> None:
+    """Answer a shard's prompts, turn by turn, into a new store, which gets its name when it is complete."""
     from vllm import SamplingParams
 
-    if shard.exists():
-        shutil.rmtree(shard)  # half a shard from a killed run
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=options.max_new_tokens, seed=options.seed + number + i)
-        for i in range(len(ids))
-    ]
-    began = time.monotonic()
+    for left in wanted.folder.parent.glob(f"{wanted.folder.name}.*.partial"):
+        shutil.rmtree(left, ignore_errors=True)  # of a killed run: the claim says that nobody is at it
+    shutil.rmtree(wanted.folder, ignore_errors=True)
+    shard = wanted.folder.with_name(f"{wanted.folder.name}.{os.uname().nodename}-{os.getpid()}.partial")
+    llm, began = engine.llm, time.monotonic()
     llm.collective_rpc("start_recording", kwargs={"folder": str(shard.resolve())})
-    outputs = llm.generate([{"prompt_token_ids": row} for row in ids], params, use_tqdm=False)
-    names = llm.collective_rpc("finish_recording")[0]
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
-    _check_complete(shard, names, {output.request_id: answer for output, answer in zip(outputs, answers, strict=True)})
+    said: dict[int, list[list[int]]] = {number: [] for number, _ in wanted.prompts}
+    answers: list[list[int]] = []
+    requests: list[str] = []
+    turn, waiting = 0, wanted.prompts
+    while waiting:
+        # Seeds that differ for every answer of a run.
+        first = options.seed + wanted.number * options.shard_size + turn * _SEEDS_OF_A_TURN
+        params = [
+            SamplingParams(temperature=wanted.temperature, max_tokens=options.longest_answer, seed=first + i)
+            for i in range(len(waiting))
+        ]
+        outputs = llm.generate([{"prompt_token_ids": row} for _, row in waiting], params, use_tqdm=False)
+        for (number, _), output in zip(waiting, outputs, strict=True):
+            said[number].append(list(output.outputs[0].token_ids))
+            answers.append(said[number][-1])
+            requests.append(output.request_id)
+        asked = [(number, follow(number, said[number])) for number, _ in waiting]
+        waiting = [(number, row) for number, row in asked if row is not None and leaves_room(row, options)]
+        turn += 1
+    names: list[str] = next(filter(None, llm.collective_rpc("finish_recording")), [])
+    fill_tokens(shard, answers, places(names, requests))
     facts = {
-        "prompts": len(ids),
+        "prompts": len(wanted.prompts),
+        "answers": len(answers),
         "tokens": sum(map(len, answers)),
-        "temperature": temperature,
+        "temperature": wanted.temperature,
         "seconds": round(time.monotonic() - began, 1),
     }
-    partial = shard / f"{DONE}.partial"
-    partial.write_text(json.dumps(facts))
-    os.replace(partial, shard / DONE)
+    (shard / DONE).write_text(json.dumps(facts))
+    shard.replace(wanted.folder)
 
 
-def _check_complete(shard: Path, names: Sequence[str], answers: dict[str, list[int]]) -> None:
-    """Every answer must be in the store, token for token: a missed or doubled row would teach the heads nonsense."""
-    rows = HiddenRows.open([shard])
-    for number, name in enumerate(names):
-        # vLLM may append a random suffix to the request id that the caller sees ("12" becomes "12-8f3a").
-        answer = answers[name if name in answers else name.rsplit("-", 1)[0]]
-        if rows.tokens[rows.sequences == number].tolist() != answer:
-            raise RuntimeError(f"recorded rows of request {name} in {shard} do not match its answer")
-    if len(names) != len(answers):
-        raise RuntimeError(f"{shard} holds {len(names)} of {len(answers)} answers")
+def places(names: Sequence[str], asked: Sequence[str]) -> list[int]:
+    """Which of the requests `asked` each of a store's sequences is.
+
+    vLLM may append a random suffix to the request id that the caller sees.
+
+    >>> places(["1-8f3a", "0"], ["0", "1"])
+    [1, 0]
+    """
+    if len(names) != len(asked):
+        raise RuntimeError(f"rows of {len(names)} of {len(asked)} answers were recorded")
+    place = {name: number for number, name in enumerate(asked)}
+    return [place[name if name in place else name.rsplit("-", 1)[0]] for name in names]

@@ -3,11 +3,12 @@
 A *store* is a folder with three files, appended together while the target generates:
 
     hidden.bin    bfloat16 [n, H]   the row after the final norm that produced the token
-    index.bin     int32    [n, 3]   (sequence, position in the answer, token) of each row
+    index.bin     int32    [n, 3]   (sequence, position in the answer, token) of each row; sequence -1: dropped
     store.json    {"hidden_size": H}
 
-Rows lie in the order of emission: a batch of requests is interleaved. `HiddenRows` opens one or more stores and
-presents them in sequence order through a permutation, without copying the rows.
+Rows lie in the order of emission: a batch of requests is interleaved. Tokens may be written last (`fill_tokens`).
+`HiddenRows` opens one or more stores and presents them in sequence order through a permutation, without copying the
+rows.
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -20,8 +21,9 @@ array([11, 12, 21, 22], dtype=int32)
 
 import json
 import mmap
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ class HiddenRows:
         for number, folder in enumerate(folders):
             rows, index, hidden_size = _map_store(folder)
             order = np.lexsort((index[:, 1], index[:, 0])).astype(np.int32)
+            order = order[np.count_nonzero(index[:, 0] < 0) :]
             sequence, position, token = (np.ascontiguousarray(column) for column in index[order].T)
             parts.append((sequence + np.int32(first), position, token, np.full(len(order), number, np.int16), order))
             first += int(sequence.max(initial=-1)) + 1
@@ -97,6 +100,12 @@ class HiddenRows:
             raise MedusaError.of("rows", list(folders), "there is nothing recorded to read; generate answers first")
         sequences, positions, tokens, store_of, row_of = (np.concatenate(column) for column in zip(*parts, strict=True))
         return cls(sequences, positions, tokens, hidden_size, tuple(stores), store_of, row_of)
+
+    def first(self, sequences: int) -> "HiddenRows":
+        """The rows of the first so many sequences."""
+        n = int(np.searchsorted(self.sequences, sequences))
+        parts = {name: getattr(self, name)[:n] for name in ("sequences", "positions", "tokens", "_store_of", "_row_of")}
+        return replace(self, **parts)
 
     def gather(self, rows: Rows) -> torch.Tensor:
         """Hidden rows bfloat16 [len(rows), H], read from the memory-mapped stores."""
@@ -125,6 +134,42 @@ class HiddenRows:
             same = self.sequences[ahead:] == self.sequences[:rows]
             out[:rows, k][same] = self.tokens[ahead:][same]
         return out
+
+
+def fill_tokens(folder: Path, answers: Sequence[Sequence[int]], places: Sequence[int]) -> None:
+    """Write into a store what its sequences said; rows that are no token of an answer, or are there twice, are dropped.
+
+    Args:
+        folder: the store, whose sequences get the numbers of their answers.
+        answers: tokens.
+        places: which of the answers is that of sequence 0, 1, …
+
+    Raises:
+        RuntimeError: a row is missing, or was written with another token: heads would learn nonsense.
+    """
+    index = np.fromfile(folder / INDEX, dtype=np.int32).reshape(-1, 3)
+    index[:, 0] = np.array([*places, -1], dtype=np.int32)[index[:, 0]]
+    lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
+    firsts = np.concatenate([[0], np.cumsum(lengths)])
+    said = np.array([token for answer in answers for token in answer], dtype=np.int32)
+    sequences, positions = index[:, 0].astype(np.int64), index[:, 1]
+    kept = np.flatnonzero(sequences >= 0)
+    kept = kept[positions[kept] < lengths[sequences[kept]]]
+    where = firsts[sequences[kept]] + positions[kept]
+    once, first = np.unique(where, return_index=True)
+    kept = kept[first]
+    if len(once) != len(said):
+        raise RuntimeError(f"{folder} holds rows of {len(once)} of {len(said)} tokens")
+    wrong = (index[kept, 2] >= 0) & (index[kept, 2] != said)
+    if wrong.any():
+        raise RuntimeError(f"{int(wrong.sum())} recorded rows in {folder} do not match their answers")
+    index[kept, 2] = said
+    dropped = np.ones(len(index), dtype=bool)
+    dropped[kept] = False
+    index[dropped, 0] = -1
+    partial = folder / f"{INDEX}.partial"
+    index.tofile(partial)
+    os.replace(partial, folder / INDEX)
 
 
 def release(mapped: npt.NDArray[Any]) -> None:

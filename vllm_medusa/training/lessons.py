@@ -47,8 +47,14 @@ class Lessons:
         """Rows from which at least one head learns something."""
         return np.flatnonzero(self._known(self.targets).any(axis=1)).astype(np.int32)
 
-    def of(self, rows: Rows, head: int) -> Lesson:
-        """What `head` (from 0) learns from `rows`, in a batch whose shape does not depend on how many teach it."""
+    def of(self, rows: Rows, head: int, batch: Rows | None = None) -> Lesson:
+        """What `head` (from 0) learns from `rows`, in a batch whose shape does not depend on how many teach it.
+
+        Args:
+            rows: of a batch, or of the part of it that is computed here.
+            head: from 0.
+            batch: the whole of it, over which the loss is a mean; None: `rows`.
+        """
         said = self.targets[rows, head]
         known, inside = self._known(said), (said >= 0)[:, None].astype(np.float32)
         targets, shares = np.maximum(said, 0)[:, None], inside
@@ -60,7 +66,8 @@ class Lessons:
             one = inside * np.float32(0.5 if self.loss == "mixed" else 0.0)
             targets = np.concatenate([guesses, targets], axis=1)
             shares = np.concatenate([likely * (1.0 - one), one], axis=1) * known[:, None]
-        weights = known.astype(np.float32) / max(int(known.sum()), 1)
+        teaching = known if batch is None else self._known(self.targets[batch, head])
+        weights = known.astype(np.float32) / max(int(teaching.sum()), 1)
         return Lesson(torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(shares), torch.from_numpy(weights))
 
     def _known(self, targets: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

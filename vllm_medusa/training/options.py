@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.training.data import AnswerOptions
-from vllm_medusa.training.loop import LoopOptions
+from vllm_medusa.training.answering import AnswerOptions
+from vllm_medusa.training.step import LoopOptions
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,13 @@ class TrainOptions:
         base_model: the target's public name, for the card; None: its hub id, or the folder's name.
         held_out: the first prompts (or texts) are kept for calibration and answered greedily.
         max_tokens: answer tokens to learn from; fewer if the prompts end before, at every temperature.
+        keep_rows: rows that lie on disk at one time: answering and training take turns, in one pass; None: all.
         num_layers: residual blocks per head; None: none behind a trunk, else two.
         trunk_size: width of the layer that root-conditioned heads share; None: none.
         unembedding: "target" shares the target's, frozen; "shared" learns one for all heads, "per_head" one for each,
             both beginning as the target's.
+        compare_served: serve the heads at the end and hold what they bring against their replay.
+        push_to_hub: a repository, ORG/NAME, into which the heads are put at the end; None: none.
         draft_vocab_size: tokens the heads can guess, the most frequent ones of the answers; None: all.
     """
 
@@ -48,12 +51,15 @@ class TrainOptions:
     base_model: str | None = None
     held_out: int = 128
     max_tokens: int = 2_000_000
+    keep_rows: int | None = None
     num_heads: int = 4
     num_layers: int | None = None
     root_conditioned: bool = True
     trunk_size: int | None = 1152
     unembedding: Literal["target", "shared", "per_head"] = "target"
     draft_vocab_size: int | None = 8192
+    compare_served: bool = False
+    push_to_hub: str | None = None
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     loop: LoopOptions = field(default_factory=LoopOptions)
 

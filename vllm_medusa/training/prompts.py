@@ -6,11 +6,20 @@ from typing import Any
 
 from vllm_medusa.errors import MedusaError
 from vllm_medusa.json_lines import read_json_lines
+from vllm_medusa.training.conversation import Chat, Conversation
 
 
 def read_prompts(path: Path) -> list[str]:
     """Prompts of a JSON-lines file: each line has `prompt`, or `turns` of which the first is used."""
     return _read_lines(path, "prompts", lambda row: row["prompt"] if "prompt" in row else row["turns"][0])
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Prompts of a JSON-lines file in full: `prompt`, all `turns`, or `messages`, with `system` and `tools`."""
+    found = [Conversation.parse(row, place) for place, row in read_json_lines(path, "prompts")]
+    if not found:
+        raise MedusaError.of("prompts", str(path), "the file holds no prompt; give at least one line")
+    return found
 
 
 def read_texts(path: Path) -> list[str]:
@@ -20,12 +29,17 @@ def read_texts(path: Path) -> list[str]:
 
 def render_prompts(model: str, prompts: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt as the target sees it: chat template applied when its tokenizer has one."""
-    tokenizer = _tokenizer(model)
-    if tokenizer.chat_template is None:
-        return [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    chat = open_chat(model)
+    return [chat.ask(Conversation.of(prompt)) or [] for prompt in prompts]
+
+
+def open_chat(model: str) -> Chat:
+    """The target's chat template and tokenizer.
+
+    Raises:
+        MedusaError: a model without a tokenizer.
+    """
+    return Chat(_tokenizer(model))
 
 
 def render_texts(model: str, texts: Sequence[str], length: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.errors import MedusaError
-from vllm_medusa.training.data import AnsweringEngine, AnswerOptions
+from vllm_medusa.training.answering import AnsweringEngine, AnswerOptions
 
 PART = 1024  # samples drawn per part
 TEMPERATURE, TOP_K = 1.0, 50

@@ -1,6 +1,7 @@
 """What the target itself would have said at every stored row: its likeliest tokens, kept on disk, memory-mapped.
 
-The row that produced a token holds the target's whole distribution there, softmax(row · unembedding). So a head that
+The row that produced a token holds the target's whole distribution there: its own head's, with bias, soft cap and scale
+where it has them (`Target.logits`). So a head that
 looks k + 1 tokens ahead can learn from the distribution k + 1 rows further on (knowledge distillation, Hinton et al.
 2015, arXiv:1503.02531), at the price of one product per row, once, whatever the number of heads and epochs.
 """
@@ -16,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.target import Target
 from vllm_medusa.training.hidden import HiddenRows, release
+from vllm_medusa.training.ranks import Ranks
 
 TOP = 16
 _BATCH = 512
@@ -42,33 +45,43 @@ class Teacher:
 
 
 def make_teacher(
-    unembedding: Tensor,
+    target: Target,
     token_map: Tensor | None,
     rows: HiddenRows,
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, rows: None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Teacher:
     """Ask the target for its distribution at every row, or find in `folder` what was asked before.
 
     Two files named after the rows and the draft vocabulary; each is complete or absent, a killed run starts again.
 
     Args:
-        unembedding: [V, H], the target's own.
+        target: the target's own head.
         token_map: int64 [Vd], the draft vocabulary; None: all V.
         rows: n rows of this target.
         folder: where the two files lie.
         on_progress: told the rows done and all rows.
+        ranks: the processes that share the work; all of them ask.
     """
-    matrix = unembedding if token_map is None else unembedding[token_map.to(unembedding.device)]
-    top = min(TOP, len(matrix))
+    target = target.outputs(token_map)
+    top = min(TOP, len(target.unembedding))
     folder.mkdir(parents=True, exist_ok=True)
-    named = folder / f"teacher-{_fingerprint(len(matrix), token_map, rows, top)}"
+    named = folder / f"teacher-{_fingerprint(target, token_map, rows, top)}"
     files = [named.with_suffix(suffix) for suffix in (".tokens", ".shares")]
     if not all(file.exists() for file in files):
         partial = [file.with_name(file.name + ".partial") for file in files]
-        _write(matrix, rows, top, partial, on_progress)
-        for source, file in zip(partial, files, strict=True):
-            os.replace(source, file)
+        if ranks.is_first:
+            for source, width in zip(partial, (4, 2), strict=True):
+                with source.open("wb") as made:
+                    made.truncate(len(rows) * top * width)
+        ranks.wait()
+        _write(target, rows, top, partial, on_progress, ranks)
+        ranks.wait()
+        if ranks.is_first:
+            for source, file in zip(partial, files, strict=True):
+                os.replace(source, file)
+    ranks.wait()
     shape = (len(rows), top)
     return Teacher(
         np.memmap(files[0], dtype=np.int32, mode="r", shape=shape),
@@ -78,24 +91,35 @@ def make_teacher(
 
 @torch.inference_mode()
 def _write(
-    matrix: Tensor, rows: HiddenRows, top: int, files: list[Path], on_progress: Callable[[int, int], None]
+    target: Target,
+    rows: HiddenRows,
+    top: int,
+    files: list[Path],
+    on_progress: Callable[[int, int], None],
+    ranks: Ranks,
 ) -> None:
-    with files[0].open("wb") as tokens, files[1].open("wb") as shares:
-        for first in range(0, len(rows), _BATCH):
+    """Fill in two files that are there: every so many batches are this process's."""
+    with files[0].open("r+b") as tokens, files[1].open("r+b") as shares:
+        for number, first in enumerate(range(0, len(rows), _BATCH)):
+            if number % ranks.count != ranks.number:
+                continue
             where = np.arange(first, min(first + _BATCH, len(rows)))
-            logits = (rows.gather(where).to(matrix.device, matrix.dtype) @ matrix.T).float()
+            logits = target.logits(rows.gather(where))
             best = logits.topk(top, dim=-1)
             probabilities = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+            tokens.seek(first * top * 4)
             tokens.write(best.indices.to("cpu", torch.int32).numpy().tobytes())
+            shares.seek(first * top * 2)
             shares.write(probabilities.to("cpu", torch.float16).numpy().tobytes())
             on_progress(int(where[-1]) + 1, len(rows))
-            if first // _BATCH % _RELEASE == 0:
+            if number % _RELEASE == 0:
                 rows.release()
 
 
-def _fingerprint(size: int, token_map: Tensor | None, rows: HiddenRows, top: int) -> str:
-    digest = hashlib.sha256(f"{top} {len(rows)} {size}".encode())
+def _fingerprint(target: Target, token_map: Tensor | None, rows: HiddenRows, top: int) -> str:
+    digest = hashlib.sha256(f"{top} {len(rows)} {len(target.unembedding)} {target.rule}".encode())
     digest.update(np.ascontiguousarray(rows.tokens).data)
-    if token_map is not None:
-        digest.update(token_map.cpu().numpy().data)
+    for part in (token_map, None if target.bias is None else target.bias.float()):
+        if part is not None:
+            digest.update(part.cpu().numpy().data)
     return digest.hexdigest()[:16]
