@@ -83,15 +83,21 @@ def storm(plain_storm: tuple[list[Answer], list[int]], server: Server) -> tuple[
 def test_good_requests_are_answered_as_plain_vllm_answers_them(
     storm: tuple[list[Answer], list[int]], plain_storm: tuple[list[Answer], list[int]]
 ) -> None:
-    compared = 0
+    compared = lost = 0
     for number, (request, ours, plain) in enumerate(zip(STORM.requests, storm[0], plain_storm[0], strict=True)):
         if not request.good:
+            continue
+        if plain.status == 500:  # vLLM's own fault: an echo with log-probabilities, a neighbour that names tokens
+            assert ours.status == 200 or ours.error == plain.error, (number, request, ours)
+            lost += 1
             continue
         assert plain.status == 200, (number, plain)
         assert ours.is_as(plain), (ours.difference(plain), number, request)
         compared += ours.tokens
     assert compared > 5 * len(STORM.requests)
-    print(f"{sum(r.good for r in STORM.requests)} good requests, {compared} tokens compared")
+    assert lost <= max(1, len(STORM.requests) // 200)
+    good = sum(request.good for request in STORM.requests)
+    print(f"{good} good requests, {compared} tokens compared, {lost} failed in plain vLLM")
 
 
 def test_malformed_requests_are_refused_as_plain_vllm_refuses_them(
@@ -114,11 +120,11 @@ def test_nothing_is_left_behind_and_the_metrics_are_true(storm: tuple[list[Answe
     good = [answer for request, answer in zip(STORM.requests, storm[0], strict=True) if request.good]
     finished = server.samples("vllm:request_success_total", "finished_reason")
     ended = [reason for answer in good for reason in answer.ended]
-    assert finished["stop"] + finished["length"] == len(ended)
-    assert finished["length"] == ended.count("length")
+    hung_up = sum(request.hangs_up is not None for request in STORM.requests)  # some of these end before it is noticed
+    for reason in ("stop", "length"):
+        assert ended.count(reason) <= finished[reason] <= ended.count(reason) + hung_up
     assert sum(server.samples("vllm:kv_cache_usage_perc", "engine").values()) == 0
     generated = sum(server.samples("vllm:generation_tokens_total", "engine").values())
-    hung_up = sum(request.hangs_up is not None for request in STORM.requests)
     told = sum(answer.tokens for answer in good)
     assert told + hung_up <= generated <= told + 400 * hung_up
     accepted = sum(server.samples("vllm:spec_decode_num_accepted_tokens_total", "engine").values())
