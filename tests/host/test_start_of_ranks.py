@@ -16,15 +16,17 @@ RANK = Path(__file__).with_name("start_of_two_ranks.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("awry", ["nothing", "clock", "kept by rank 0", "kept by rank 1"])
-def test_ranks_run_the_same_steps(awry: str, tmp_path: Path) -> None:
-    """They meet in every step: did one run another, or one more, both would wait for ever."""
+def test_ranks_run_the_same_steps(tmp_path: Path) -> None:
+    """They meet in every step: did one run another, or one more, both would wait for ever.
+
+    One clock is too quick, or only one rank kept times of an earlier start.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(RANK)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), str(tmp_path), awry], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(port), str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
@@ -33,5 +35,6 @@ def test_ranks_run_the_same_steps(awry: str, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert first == second
-    assert {size for size, _ in first} <= set(STEP_SIZES) and len(first) >= 3
+    assert first == second and len(first) == 4
+    for found in first.values():
+        assert {size for size, _ in found} <= set(STEP_SIZES) and len(found) >= 3
