@@ -146,3 +146,13 @@ def test_figures_of_the_cost_table_are_those_recorded() -> None:
     assert f"{slower:.2f} times" in page and f"{cost['nodes'][0]['accepted_length']:.2f} tokens: that" in page
     nodes = [f"{row['drafted']:.0f}" for row in cost["nodes"]]
     assert f"{', '.join(nodes[:-1])} and {nodes[-1]} nodes" in page.replace("\n", " ")
+
+
+def test_every_fault_that_was_found_has_its_test() -> None:
+    """The page names a file and a function in it; "…" stands for the file of the line before."""
+    named = re.findall(r"`([\w/]+\.py|…)::(test_\w+)", (DOCS / "faults.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    file = ""
+    for given, name in named:
+        file = file if given == "…" else given
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"

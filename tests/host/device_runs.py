@@ -29,6 +29,11 @@ def static(_: Any) -> Tree:
     return STATIC
 
 
+def deep(_: Any) -> Tree:
+    """One path."""
+    return Tree(tuple(range(NODES)))
+
+
 def greedy(count: int = 4, tokens: int = 22) -> Params:
     """Greedy requests."""
     return [{"temperature": 0, "max_tokens": tokens}] * count
@@ -336,6 +341,56 @@ def told(model: Path, heads: Path, **options: Any) -> tuple[dict[str, float], st
     for counts in reports:
         total.add(counts)
     return {stage: value - before.get(stage, 0.0) for stage, value in seconds().items()}, describe(total, None)
+
+
+def counted(model: Path, heads: Path, **options: Any) -> dict[str, Any]:
+    """Three requests, one of which ends by a stop token inside its path: what they got, and what was counted of it."""
+    plain, trees = engine(model), engine(model, heads, per_request_spec_decode_metrics="detailed", **options)
+    prompts = random_prompts(np.random.default_rng(12), [5, 9, 14, 20, 7, 11])
+    truth = plain.tokens(prompts, sampling(greedy(6, 40)))
+    news = [max(place for place, token in enumerate(t) if token not in t[:place]) for t in truth]
+    first = int(np.argmax(news))  # whose text has something new latest: it ends there
+    order = [first, *(row for row in range(6) if row != first)][:3]
+    prompts, truth = [prompts[row] for row in order], [truth[row] for row in order]
+    asked = sampling([{"temperature": 0, "max_tokens": n} for n in (40, 14, 21)])
+    asked[0].stop_token_ids = [truth[0][news[first]]]
+    oracle = DeviceOracle(trees, [p + t for p, t in zip(prompts, truth, strict=True)], deep, VOCAB)
+    oracle.misses, oracle.must_know = 0.0, False
+    core = trees.llm.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
+    take, update = scheduler._outbox.take, scheduler._update_request_with_output
+    told: list[Any] = []
+    steps: list[int] = []
+
+    def taken(*args: Any, **kwargs: Any) -> Any:
+        if (figures := take(*args, **kwargs)) is not None:
+            told.append(figures.counts)
+        return figures
+
+    def updated(*args: Any, **kwargs: Any) -> Any:
+        emitted, stopped = update(*args, **kwargs)
+        steps.append(len(emitted))
+        return emitted, stopped
+
+    with ExitStack() as stack:
+        stack.enter_context(drafting(oracle))
+        stack.enter_context(_replaced(scheduler._outbox, "take", taken))
+        stack.enter_context(_replaced(scheduler, "_update_request_with_output", updated))
+        for _ in range(2):  # what the first time leaves over comes with the second
+            trees.runner.medusa_report(reset=True)
+            trees.runner._figures_due = 0.0
+            steps.clear()
+            said = trees.answer(prompts, asked)
+            while scheduler.has_requests():
+                core.step_fn()
+    return {
+        "expected": [news[first] + 1, 14, 21],
+        "got": [len(completion.token_ids) for completion in said],
+        "accepted": sum(sum(completion.spec_decode_metrics.per_step_accepted) for completion in said),
+        "steps": len(steps) - len(said),  # the first of each computes its prompt
+        "report": trees.runner.medusa_report(),
+        "least": min(min([c.emitted_tokens, *c.accepted_by_depth, *c.request_steps.values()]) for c in told),
+    }
 
 
 def sessions(model: Path, heads: Path, firsts: list[int], seconds: list[int], **options: Any) -> dict[str, Any]:

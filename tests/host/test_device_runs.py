@@ -205,6 +205,18 @@ def test_reports_of_times_in_which_no_tree_was_checked(ask: Ask) -> None:
 
 
 @IN_BOTH
+def test_what_lies_behind_an_end_is_not_counted(ask: Ask, is_async: bool) -> None:
+    """Paths that go on behind a stop token and behind limits, and steps that were planned in vain."""
+    run = ask("counted", is_async=is_async)
+    report, (first, *_) = run["report"], run["got"]
+    assert run["got"] == run["expected"] and first > 4
+    assert report["emitted_tokens"] == sum(run["got"]) - len(run["got"])
+    assert report["request_steps"] == run["steps"]
+    assert sum(report["accepted_by_depth"]) == run["accepted"] < sum(report["accepted_by_rank"])
+    assert run["least"] >= 0
+
+
+@IN_BOTH
 def test_sessions_go_on(ask: Ask, is_async: bool) -> None:
     """After a turn that ended inside an accepted path, whatever its length and that of the next one."""
     pace = 1 if is_async or LONG else 3

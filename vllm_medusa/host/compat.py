@@ -98,6 +98,7 @@ _V2 = "vllm.v1.worker.gpu"
 # Looked at in a worker that was told to build Model Runner V2.
 V2_CONTRACT = (
     Symbol(f"{_V2}.model_runner", "GPUModelRunner.load_model"),
+    Symbol(f"{_V2}.model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
     Symbol(f"{_V2}.model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
     Symbol(f"{_V2}.model_runner", "GPUModelRunner._dummy_run", ("num_tokens", "randomize_inputs")),
     Symbol(f"{_V2}.model_runner", "init_model_state", ("vllm_config", "model", "encoder_cache", "device")),
@@ -124,6 +125,7 @@ V2_CONTRACT = (
         ("idx_mapping", "expanded_idx_mapping", "expanded_local_pos", "cu_num_logits", "logits_indices", "positions"),
     ),
     Symbol(f"{_V2}.input_batch", "InputBatch", ("seq_lens_cpu_upper_bound", "has_prefill", "num_tokens", "num_reqs")),
+    Symbol(f"{_V2}.input_batch", "InputBatch", ("req_ids", "is_prefilling_np")),
     Symbol(f"{_V2}.input_batch", "get_num_sampled_and_rejected", ("num_sampled", "seq_lens", "cu_num_logits")),
     Symbol(
         f"{_V2}.sample.sampler",

@@ -29,6 +29,7 @@ from vllm_medusa.host.grammar import (
     likeliest_chain,
     prune,
 )
+from vllm_medusa.host.metrics.cuts import CUTS, Cut
 from vllm_medusa.host.metrics.figures import FIGURES, Outbox
 from vllm_medusa.host.metrics.stats import leave_out, leave_out_of_request, with_figures
 from vllm_medusa.host.step_size import even_out
@@ -64,6 +65,9 @@ class MedusaScheduler(Scheduler):
         self._evens_out = adaptive and not self.vllm_config.use_v2_model_runner and self.connector is None
         self._draft_room = DraftRoom(self)
         self._outbox = Outbox()
+        self._tells_cuts = bool(self.vllm_config.use_v2_model_runner)  # V1 finds ends by itself
+        self._planned = self._read = 0  # numbers of the latest plan, and of the one whose outcome is being read
+        self._cuts: list[Cut] = []  # found since the latest plan
         self._host_stats: SpecDecodingStats | None = None  # of the step that is read now
         self._grammar_trees: dict[str, GrammarTree] = {}
         self._tree_mask: torch.Tensor | None = None
@@ -127,6 +131,10 @@ class MedusaScheduler(Scheduler):
         self._draft_room.cut_drafts()
         output = super().schedule(*args, **kwargs)
         self._draft_room.look_at(output)
+        if self._tells_cuts:
+            self._planned += 1
+            setattr(output, CUTS, (self._planned, self._cuts))
+            self._cuts = []
         if self._grammar_trees:
             for name in output.finished_req_ids:
                 self._grammar_trees.pop(name, None)
@@ -151,7 +159,24 @@ class MedusaScheduler(Scheduler):
         figures = getattr(model_runner_output, FIGURES, None)
         if figures is not None and self.log_stats:
             self._outbox.put(figures)
+        self._read = getattr(scheduler_output, CUTS, (0, ()))[0]
+        if self._tells_cuts:
+            self._cut_what_nobody_gets(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _cut_what_nobody_gets(self, plan: Any, output: Any) -> None:
+        """Steps that were planned before it was known that a request ends, or is computed again."""
+        for name in plan.num_scheduled_tokens if output.sampled_token_ids else ():
+            request = self.requests.get(name)
+            stale = request is not None and request.num_stale_output_tokens > 0 and request.drop_stale_output
+            if request is None or request.is_finished() or stale:
+                walked = len(output.sampled_token_ids[output.req_id_to_index[name]])
+                if walked:
+                    self._cuts.append(Cut(self._read, name, walked, 0))
+
+    def has_finished_requests(self) -> bool:
+        """Whether the worker is to be told something that the host's next plan, be it empty, brings."""
+        return bool(super().has_finished_requests() or self._cuts)
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
         """The host's counts of drafts, which it makes before it looks for the end of a request."""
@@ -160,8 +185,10 @@ class MedusaScheduler(Scheduler):
 
     def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         """The host appends tokens up to the request's end; what was accepted behind it counts as accepted no longer."""
-        accepted = len(new_token_ids) - 1
+        walked, accepted = len(new_token_ids), len(new_token_ids) - 1  # vLLM shortens the list itself
         emitted, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if len(emitted) < walked and self._tells_cuts:
+            self._cuts.append(Cut(self._read, request.request_id, walked, len(emitted)))
         if len(emitted) < accepted:
             if self._host_stats is not None:
                 leave_out(self._host_stats, len(emitted), accepted)

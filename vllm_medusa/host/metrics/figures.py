@@ -27,7 +27,7 @@ class Counts:
         emitted_tokens: tokens that the requests got; none behind the end of a request.
         accepted_by_depth: accepted nodes whose token was emitted, at depth 1, 2, ...
         drafted_by_rank: nodes checked, at rank 0, 1, ...
-        accepted_by_rank: accepted ones of them whose token was emitted.
+        accepted_by_rank: accepted ones of them whose token was emitted; on Model Runner V2 all accepted ones.
         candidates: R, candidates of each head.
         seconds: by stage (STAGES), and of the whole "step"; only of steps in which no prompt is computed.
     """
@@ -59,6 +59,31 @@ class Counts:
         _add_list(self.accepted_by_depth, other.accepted_by_depth)
         _add_list(self.drafted_by_rank, other.drafted_by_rank)
         _add_list(self.accepted_by_rank, other.accepted_by_rank)
+
+    def take_off(self, other: Counts) -> Counts:
+        """Take out steps, request steps, tokens and accepted nodes that `other` has counted wrongly.
+
+        Returns:
+            What of it could not be taken off yet: no count falls below 0.
+
+        >>> counts = Counts(request_steps={2: 3}, accepted_by_depth=[3, 1], emitted_tokens=7)
+        >>> left = counts.take_off(Counts(request_steps={2: 1, 4: 1}, accepted_by_depth=[1, 2], emitted_tokens=4))
+        >>> counts.request_steps, counts.accepted_by_depth, counts.emitted_tokens
+        ({2: 2}, [2, 0], 3)
+        >>> left.request_steps, left.accepted_by_depth, left.emitted_tokens
+        ({4: 1}, [0, 1], 0)
+        """
+        most = min(self.emitted_tokens, other.emitted_tokens)
+        self.emitted_tokens -= most
+        left = Counts(emitted_tokens=other.emitted_tokens - most)
+        left.steps = _take_off_table(self.steps, other.steps)
+        left.request_steps = _take_off_table(self.request_steps, other.request_steps)
+        for depth, value in enumerate(other.accepted_by_depth):
+            most = min(value, self.accepted_by_depth[depth]) if depth < len(self.accepted_by_depth) else 0
+            if most:
+                self.accepted_by_depth[depth] -= most
+            left.accepted_by_depth.append(value - most)
+        return left
 
     @property
     def num_request_steps(self) -> int:
@@ -169,6 +194,17 @@ def batch_label(requests: int) -> int:
 def _add_table(totals: dict, values: dict) -> None:
     for key, value in values.items():
         totals[key] = totals.get(key, 0) + value
+
+
+def _take_off_table(totals: dict[int, int], values: dict[int, int]) -> dict[int, int]:
+    left = {}
+    for key, value in values.items():
+        has = totals.pop(key, 0)
+        if has > value:
+            totals[key] = has - value
+        elif has < value:
+            left[key] = value - has
+    return left
 
 
 def _add_list(totals: list[int], values: list[int]) -> None:

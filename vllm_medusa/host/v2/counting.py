@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 
 from vllm_medusa.host.guard import AcceptanceGuard
+from vllm_medusa.host.metrics.cuts import CUTS, CountedSteps
 from vllm_medusa.host.metrics.figures import Counts, batch_label
 from vllm_medusa.host.v2.learning import Learning
 from vllm_medusa.host.v2.slots import SlotTrees, StepTrees
@@ -19,7 +20,8 @@ LABELS = 32  # powers of two, more than there are requests in a batch
 
 
 class DeviceCounts:
-    """Counts of walks. A token counts as emitted if the walk drew it, even behind a request's end.
+    """Counts of walks. What a walk brought behind a request's end is counted first, and taken out once the engine core
+    has told of it (`plan`); but by rank, which only the device knows, it stays.
 
     Attributes:
         totals: what has been copied since the last reset.
@@ -44,11 +46,22 @@ class DeviceCounts:
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event(blocking=True)
         self.totals, self.unsent = Counts(), Counts()
+        self._steps = CountedSteps()
+        self._wrong, self._wrong_unsent = Counts(), Counts()  # still in `totals` and in `unsent`, or on their way there
+
+    def plan(self, plan: Any) -> None:
+        """A step begins; its plan tells what walks before it brought for nothing."""
+        self._steps.now, cuts = getattr(plan, CUTS, (None, ()))
+        if cuts:
+            ever, since = self._steps.wrong(cuts)
+            self._wrong.add(since)
+            self._wrong_unsent.add(ever)
 
     def reset(self) -> None:
         """Begin anew, after what was counted so far has been told."""
         self._read()
-        self.totals = Counts()
+        self.totals, self._wrong = Counts(), Counts()
+        self._steps.start_anew()
 
     def forget(self) -> None:
         """What was counted on the device is lost."""
@@ -62,6 +75,7 @@ class DeviceCounts:
             return
         label, parts = batch_label(decoding), self._parts
         self._known.add(Counts(steps={label: 1}, request_steps={label: decoding}, emitted_tokens=decoding))
+        self._steps.note(label, (batch.req_ids[row] for row in np.flatnonzero(~batch.is_prefilling_np)))
         if step is None or step.walk is None:
             return
         path = step.walk.rows[:, 1:]
@@ -99,7 +113,7 @@ class DeviceCounts:
     def collect(self) -> None:
         """Add up what was fetched, waiting for that copy alone."""
         if self._copied is None:
-            return
+            return self._correct()
         self._event.synchronize()
         (sums, counts), self._copied = self._copied, None
         parts = dict(zip(self._names, np.split(sums, self._ends), strict=True))
@@ -118,6 +132,11 @@ class DeviceCounts:
         self._learning.learn_walks(float(parts["promised"][0]), read["reached"][:-1], read["checked"])
         self.totals.add(counts)
         self.unsent.add(counts)
+        self._correct()
+
+    def _correct(self) -> None:
+        self._wrong = self.totals.take_off(self._wrong)
+        self._wrong_unsent = self.unsent.take_off(self._wrong_unsent)
 
     def report(self) -> Counts:
         """Everything since the last reset; this waits for the device."""

@@ -138,6 +138,11 @@ class MedusaModelRunnerV2(host.GPUModelRunner):
         """One line that says what serves; `products`: what multiplies with the target's matrices."""
         log_choices(self.drafter, "Model Runner V2", self.model_state.tree_cache.kernel, "vLLM's sampler", products)
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's first half of a step, whose plan tells what became of steps before."""
+        self.counts.plan(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The host's second half of a step; beside its tokens the engine core gets what it should know."""
         output = super().sample_tokens(*args, **kwargs)
