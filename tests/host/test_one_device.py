@@ -39,6 +39,7 @@ def a_batch() -> Any:
     return SimpleNamespace(
         num_reqs=count, num_tokens=tokens, num_draft_tokens=11, num_draft_tokens_per_req=np.array([8, 3, 0]),
         num_scheduled_tokens=scheduled, query_start_loc=there(count + 1, dtype=torch.int32), query_start_loc_np=starts,
+        req_ids=["a", "b", "c"],
         idx_mapping=there(count), idx_mapping_np=np.arange(count), seq_lens=there(count, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.full((count,), LONGEST, dtype=torch.int32), positions=there(tokens),
         input_ids=there(tokens, dtype=torch.int32), logits_indices=there(logits),
@@ -140,7 +141,7 @@ def whole_step(trees: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     counts = counting.DeviceCounts(trees, guard, Learning(), 5, ELSEWHERE)
     moved: list[Any] = []
     cache = device_cache.DeviceTreeCache.__new__(device_cache.DeviceTreeCache)
-    cache.rows, cache._config = trees.rows, None
+    cache.rows, cache._config, cache.image_ranges = trees.rows, None, lambda req_ids: None
     cache.movers = [[SimpleNamespace(move=lambda *slots: moved.append(slots))]]
     group = SimpleNamespace(layer_names=["layer"], kernel_block_size=16)
     tables, logits = [there(3, 7, dtype=torch.int32)], there(14, VOCAB, dtype=torch.float32)
